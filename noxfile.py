@@ -19,7 +19,6 @@ def _run(session: nox.Session, command: str, *args: str) -> None:
         os.path.join("scripts", command),
         *args,
         *session.posargs,
-        env={"PYTHONDONTWRITEBYTECODE": "1"},
         external=True,
         silent=False,
         # Time to take down servers and remove what is half-written.

@@ -90,8 +90,7 @@ def replace_files(root: Path, changes: Mapping[str, bytes | None]) -> list[str]:
                     with suppress(FileNotFoundError):
                         path.unlink()
             raise
-    with suppress(OSError):
-        (build / "staging").rmdir()
-        if made:
+    if made:
+        with suppress(OSError):
             build.rmdir()
     return changed

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +106,17 @@ def _sweep(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _new_folder(parent: Path) -> Path:
+    while True:
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep(parent)
+        try:
+            return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
+        except FileNotFoundError:
+            # another process has just finished, and removed the empty parent
+            continue
+
+
 @contextmanager
 def scratch(parent: Path | None = None) -> Iterator[Path]:
     """Yield an empty folder that is removed afterwards, whatever happens.
@@ -116,10 +127,10 @@ def scratch(parent: Path | None = None) -> Iterator[Path]:
     """
     if parent is None:
         parent = cache_dir() / "tmp"
-    parent.mkdir(parents=True, exist_ok=True)
-    _sweep(parent)
-    path = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
+    path = _new_folder(parent)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            parent.rmdir()

@@ -161,10 +161,6 @@ def make_tree(applied: Applied, series: Series, folder: Path, force: bool) -> No
             if (staging / "old").exists():
                 os.replace(staging / "old", folder)
             raise
-    try:
-        (folder.parent / ".staging").rmdir()
-    except OSError:
-        pass
 
 
 def export_tree(folder: Path, base_tree: str, work: Path) -> tuple[Series, str, State]:
