@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""The commands as a user calls them: ``./run`` and the scripts behind the sessions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hisparse_tools.paths import Project
+from hisparse_tools.pins import read_pins
+from hisparse_tools.readme import with_table
+from hisparse_tools.series import read_series
+from toy import Toy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(toy: Toy, name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the real commands in the toy project."""
+    target = toy.project.root / "scripts"
+    if not target.exists():
+        shutil.copytree(ROOT / "scripts", target)
+    command = [sys.executable, "-B", str(target / name), *args]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def commit_all(root: Path) -> None:
+    """Put the toy project under version control, caches ignored."""
+    (root / ".gitignore").write_text((ROOT / ".gitignore").read_text())
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for args in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", str(root), *args], check=True)
+
+
+def test_every_session_leaves_the_status_clean(series_toy: Toy) -> None:
+    root = series_toy.project.root
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    commit_all(root)
+    sdist = ["--sdist", str(series_toy.sdist)]
+    wheel = ["--wheel", str(series_toy.wheel), "--device", "cpu", "--machine", "x86_64"]
+    for name, args in [
+        ("build.py", [*sdist, *wheel]),
+        ("source.py", [*sdist, "--force"]),
+        ("refresh.py", []),
+        ("refresh.py", [*sdist, "--in-place"]),
+        ("check.py", sdist),
+    ]:
+        done = script(series_toy, name, *args)
+        assert done.returncode == 0, (name, done.stdout, done.stderr)
+        status = ["git", "-C", str(root), "status", "--porcelain"]
+        assert subprocess.run(status, capture_output=True).stdout == b"", name
+
+
+def test_check_passes_a_good_series(series_toy: Toy) -> None:
+    done = script(series_toy, "check.py", "--sdist", str(series_toy.sdist))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("2 patches and 2 overlay files: fine\n")
+
+
+def test_check_lists_broken_rules(series_toy: Toy) -> None:
+    series_toy.replace_in_patch("0310", "Seam: none fits.", "Seem: none fits.")
+    done = script(series_toy, "check.py", "--no-apply")
+    assert done.returncode == 1
+    assert "no 'Seam:' section" in done.stdout
+    assert "error: 1 rules are broken in 1 patches" in done.stderr
+
+
+def test_check_finds_a_patch_table_that_is_not_current(series_toy: Toy) -> None:
+    readme = series_toy.project.readme
+    readme.write_text(readme.read_text().replace("| never |", "| soon |"))
+    done = script(series_toy, "check.py", "--no-apply")
+    assert done.returncode == 1
+    assert "patch table is not that of the patches" in done.stderr
+
+
+def test_check_finds_a_tree_that_is_not_the_pinned_one(series_toy: Toy) -> None:
+    (series_toy.project.overlay / "v1/hisparse/pages.py").write_bytes(b"")
+    done = script(series_toy, "check.py", "--sdist", str(series_toy.sdist))
+    assert done.returncode == 1
+    assert "the patched source has tree" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["source.py", "refresh.py", "check.py"])
+def test_unknown_flag_is_refused(series_toy: Toy, name: str) -> None:
+    done = script(series_toy, name, "--nonsense")
+    assert done.returncode == 2
+    assert "usage: nox -s" in done.stderr
+
+
+def test_this_project_is_consistent() -> None:
+    project = Project(ROOT)
+    series = read_series(project)
+    read_pins(project.pins_file)
+    text = project.readme.read_text(encoding="utf-8")
+    assert with_table(text, series) == text, "run: nox -s refresh -- --in-place"
+
+
+# ./run
+
+
+def tools_folder(tmp_path: Path, *names: str) -> Path:
+    """Return a PATH folder with a few system tools only."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "dirname", "mkdir", "rm", "mv", "id", *names):
+        found = shutil.which(name)
+        assert found is not None, name
+        (folder / name).symlink_to(found)
+    return folder
+
+
+def bootstrap(path: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Call ``./run tests`` with only the tools in a folder."""
+    env = {
+        "PATH": str(path),
+        "HOME": str(tmp_path),
+        "HISPARSE_CACHE": str(tmp_path / "c"),
+    }
+    return subprocess.run(
+        [str(ROOT / "run"), "tests"], env=env, capture_output=True, text=True
+    )
+
+
+def fake(folder: Path, name: str, body: str) -> None:
+    """Write a small shell script that stands for a tool."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_run_without_git_says_so(tmp_path: Path) -> None:
+    path = tools_folder(tmp_path)
+    fake(path, "python3", "exit 0")
+    done = bootstrap(path, tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: git is not installed")
+    assert "apt-get install git" in done.stderr
+
+
+def test_run_without_python_says_so(tmp_path: Path) -> None:
+    done = bootstrap(tools_folder(tmp_path, "git"), tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: python3 is not installed")
+
+
+def test_run_without_venv_says_so(tmp_path: Path) -> None:
+    path = tools_folder(tmp_path, "git")
+    fake(path, "python3", 'case "$*" in *ensurepip*) exit 1;; *) exit 0;; esac')
+    done = bootstrap(path, tmp_path)
+    assert done.returncode == 1
+    assert "cannot make virtual environments" in done.stderr
+    assert "python3-venv" in done.stderr
+
+
+def test_run_with_an_old_python_says_so(tmp_path: Path) -> None:
+    path = tools_folder(tmp_path, "git")
+    fake(path, "python3", 'case "$*" in *version_info*) exit 1;; *) exit 0;; esac')
+    done = bootstrap(path, tmp_path)
+    assert done.returncode == 1
+    assert "is older than Python 3.10" in done.stderr
+
+
+def test_run_without_network_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tools_folder(tmp_path, "git")
+    body = f"""\
+case "$*" in
+*"-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0;;
+*"-m pip"*) echo "no route to host" >&2; exit 1;;
+esac
+exec {sys.executable} "$@"
+"""
+    (path / "cp").symlink_to(shutil.which("cp") or "")
+    fake(path, "python3", body)
+    done = bootstrap(path, tmp_path)
+    assert done.returncode == 1
+    assert "error: nox could not be installed with pip" in done.stderr
+    assert list((tmp_path / "c" / "venvs").iterdir()) == []
+
+
+def test_sessions_are_listed_with_a_line_each() -> None:
+    nox = shutil.which("nox", path=os.path.dirname(sys.executable)) or shutil.which(
+        "nox"
+    )
+    if nox is None:
+        pytest.skip("nox is not installed beside this Python")
+    done = subprocess.run(
+        [nox, "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in ("build", "demo", "tests", "lint", "source", "refresh", "check"):
+        assert f"\n- {name} -> " in done.stdout
