@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""The demo's flags, what it reads from a server, and how it hands over."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import demo
+from hisparse_tools import served_by
+from hisparse_tools.demo_settings import (
+    MAX_CONTEXT,
+    DemoSettings,
+    free_port,
+    parse_settings,
+)
+from hisparse_tools.errors import ToolError
+from hisparse_tools.pins import Device
+from hisparse_tools.served_by import Build, ServedBy, metric_labels, metric_total
+
+# As a server writes them, shortened.
+LOG = """\
+(EngineCore pid=2) INFO 11-29 23:28:57 [core.py:123] Initializing a V1 LLM engine \
+(v0.29.0) with config: model='m', enforce_eager=True, device_config=cpu, seed=0
+(Worker pid=3) INFO 11-29 23:29:14 [cpu_worker.py:177] Using V2 Model Runner
+(Worker pid=3) INFO 11-29 23:29:15 [cpu.py:145] Using CPU_MLA_SPARSE backend.
+(Worker pid=3) INFO 11-29 23:29:15 [selector.py:111] Using CPU SDPA MLA prefill backend.
+(Worker pid=3) INFO 11-29 23:29:15 [unquantized.py:319] Using CPU Unquantized MoE \
+backend out of potential backends: ['CPU'].
+"""
+CUDA_LOG = LOG.replace("device_config=cpu", "device_config=cuda").replace(
+    "Using CPU_MLA_SPARSE backend.",
+    "Using FLASHMLA_SPARSE attention backend out of potential backends: [...].",
+)
+VERSION = '{"version":"0.29.0+cpu.hisparse.1"}'
+METRICS = """\
+# TYPE vllm:prefix_cache_hits_total counter
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 64.0
+vllm:prefix_cache_hits_total{engine="1",model_name="m"} 128.0
+vllm:prefix_cache_hits_created{engine="0",model_name="m"} 1.795994960321e+09
+vllm:cache_config_info{block_size="64",cache_dtype="auto",num_gpu_blocks="294"} 1.0
+process_open_fds 51.0
+"""
+BUILD = Build("0.29.0+cpu.hisparse.1", "f512118a", 3)
+
+
+def settings(*argv: str, device: Device = Device.CPU) -> DemoSettings:
+    return parse_settings(argv, device)
+
+
+class TestFlags:
+    def test_without_flags_there_are_three_turns_that_differ(self) -> None:
+        assert len(set(settings().messages)) == 3
+
+    def test_the_first_message_fills_a_page(self) -> None:
+        """So the second turn finds something in the prefix cache."""
+        assert len(settings("--turns", "1").messages[0]) > 64
+
+    def test_prompts_come_first_and_set_the_number_of_turns(self) -> None:
+        assert settings("--prompt", "a", "--prompt", "b").messages == ("a", "b")
+        more = settings("--prompt", "a", "--turns", "9")
+        assert more.messages[0] == "a" and len(more.messages) == 9
+
+    def test_the_device_is_the_one_found_unless_named(self) -> None:
+        assert settings(device=Device.CUDA).device is Device.CUDA
+        assert settings("--device", "cpu", device=Device.CUDA).device is Device.CPU
+
+    def test_the_context_holds_all_that_is_said(self) -> None:
+        """Marks: 2 at the beginning, and a role and a line break for each message."""
+        given = settings("--prompt", "aé", "--prompt", "b", "--max-tokens", "10")
+        assert given.context() == 2 + (3 + 10 + 4) + (1 + 10 + 4)
+
+    def test_settings_survive_the_hand_over(self) -> None:
+        given = settings("--prompt", "é\n'\"", "--port", "8000", "--keep")
+        assert DemoSettings.from_json(given.to_json()) == given
+
+    @pytest.mark.parametrize(
+        ("argv", "what"),
+        [
+            (
+                ["--turns", "0"],
+                "--turns is '0'; allowed is a whole number",
+            ),
+            (["--turns", "two"], "--turns is 'two'; allowed is a whole number from 1"),
+            (["--turns", "21"], "from 1 to 20"),
+            (["--max-tokens", "-5"], "--max-tokens is '-5'; allowed is a whole number"),
+            (["--max-tokens", "513"], "from 1 to 512"),
+            (
+                ["--port", "65536"],
+                "--port is '65536'; allowed is a whole number",
+            ),
+            (["--prompt", " "], "--prompt is empty"),
+            (["--prompt", "a", "--prompt", "b", "--turns", "1"], "given 2 times"),
+            (["--prompt", "a\udcff"], "--prompt is not valid text"),
+            (["--prompt", "x" * MAX_CONTEXT], f"a context of at most {MAX_CONTEXT}"),
+        ],
+    )
+    def test_a_bad_value_is_refused(self, argv: list[str], what: str) -> None:
+        with pytest.raises(ToolError) as caught:
+            settings(*argv)
+        assert what in caught.value.what
+        assert caught.value.remedy
+
+
+class TestPort:
+    def test_any_free_port_will_do(self) -> None:
+        assert free_port(0) > 1023
+
+    def test_a_port_in_use_is_refused(self) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            with pytest.raises(ToolError, match=f"--port is {port}.* in use"):
+                free_port(port)
+        assert free_port(port) == port
+
+
+class TestServedBy:
+    def test_metrics_are_summed_over_labels(self) -> None:
+        assert metric_total(METRICS, "vllm:prefix_cache_hits_total") == 192
+        assert metric_total(METRICS, "process_open_fds") == 51
+        assert metric_total(METRICS, "vllm:prefix_cache_hits") == 0
+
+    def test_labels_are_read(self) -> None:
+        labels = metric_labels(METRICS, "vllm:cache_config_info")
+        assert labels == {
+            "block_size": "64",
+            "cache_dtype": "auto",
+            "num_gpu_blocks": "294",
+        }
+
+    @pytest.mark.parametrize(
+        ("log", "backend", "device"),
+        [(LOG, "CPU_MLA_SPARSE", "cpu"), (CUDA_LOG, "FLASHMLA_SPARSE", "cuda")],
+    )
+    def test_facts_come_from_log_and_endpoints(
+        self, log: str, backend: str, device: str
+    ) -> None:
+        assert ServedBy.read(log, VERSION, METRICS) == ServedBy(
+            version="0.29.0+cpu.hisparse.1",
+            runner="V2",
+            backend=backend,
+            device=device,
+            residency="full: HiSparse off",
+            cache="294 blocks of 64 tokens, dtype auto",
+        )
+
+    def test_a_server_with_hisparse_metrics_has_it_on(self) -> None:
+        metrics = METRICS + "vllm:hisparse_cache_hits_total 0.0\n"
+        served = ServedBy.read(LOG, VERSION, metrics)
+        assert served.residency.endswith("HiSparse on")
+
+    @pytest.mark.parametrize(
+        ("line", "what"),
+        [
+            ("Using V2 Model Runner", "model runner"),
+            ("Using CPU_MLA_SPARSE backend.", "attention backend"),
+            ("device_config=cpu", "device"),
+        ],
+    )
+    def test_nothing_is_guessed(self, line: str, what: str) -> None:
+        with pytest.raises(ToolError, match=f"does not say which {what}"):
+            ServedBy.read(LOG.replace(line, ""), VERSION, METRICS)
+
+    def test_another_servers_version_is_refused(self) -> None:
+        served = ServedBy.read(LOG, '{"version":"0.29.0"}', METRICS)
+        with pytest.raises(ToolError, match=r"vLLM 0\.29\.0, but the build is 0\.29"):
+            served.check(BUILD)
+
+    def test_the_other_runner_is_refused(self) -> None:
+        served = ServedBy.read(LOG.replace("V2 Model", "V1 Model"), VERSION, METRICS)
+        with pytest.raises(ToolError, match="runner V1; this project needs V2"):
+            served.check(BUILD)
+
+    def test_the_right_server_is_accepted(self) -> None:
+        ServedBy.read(LOG, VERSION, METRICS).check(BUILD)
+
+    def test_a_vllm_of_another_origin_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        foreign = SimpleNamespace(read_text=lambda name: None)
+        monkeypatch.setattr(served_by, "distribution", lambda name: foreign)
+        with pytest.raises(ToolError, match="is not this project's"):
+            Build.installed()
+
+
+class TestHandOver:
+    @pytest.fixture
+    def handed_over(self, monkeypatch: pytest.MonkeyPatch) -> dict:
+        """What the command executes, with all that is slow replaced."""
+        seen: dict = {}
+        built = SimpleNamespace(path=Path("w.whl"), version="1", sha256="0")
+
+        def build(project: object, device: Device) -> object:
+            seen["device"] = device
+            return built
+
+        def execve(*args: object) -> None:
+            seen["program"], seen["argv"], seen["env"] = args
+
+        monkeypatch.setattr(demo, "build", build)
+        monkeypatch.setattr(demo, "ensure_env", lambda project, path: Path("/cpu/py"))
+        monkeypatch.setattr(demo, "ensure_cuda_env", lambda path: Path("/cuda/py"))
+        monkeypatch.setattr(demo, "detect", lambda: Device.CPU)
+        monkeypatch.setattr(os, "execve", execve)
+        return seen
+
+    def test_on_the_cpu_triton_is_interpreted(self, handed_over: dict) -> None:
+        demo.main(["--turns", "2"])
+        assert handed_over["device"] is Device.CPU
+        assert handed_over["program"] == Path("/cpu/py")
+        assert handed_over["env"]["TRITON_INTERPRET"] == "1"
+        [program, script, text] = handed_over["argv"]
+        assert program == "/cpu/py" and Path(script).is_file()
+        assert len(json.loads(text)["messages"]) == 2
+
+    def test_on_cuda_it_is_not(
+        self, handed_over: dict, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        demo.main(["--device", "cuda"])
+        assert handed_over["device"] is Device.CUDA
+        assert handed_over["program"] == Path("/cuda/py")
+        assert "TRITON_INTERPRET" not in handed_over["env"]
+
+    def test_a_bad_flag_is_refused_before_the_build(self, handed_over: dict) -> None:
+        with pytest.raises(ToolError):
+            demo.main(["--turns", "0"])
+        assert handed_over == {}
