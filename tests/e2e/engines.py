@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""In-process engines of the patched vLLM, shared between tests.
+
+Importing vLLM costs about ten seconds and an engine two, so the tests of one
+process share both. Engines are keyed by their options and kept: a tiny model's
+weights and cache are a few megabytes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from make_tiny_glm import make_tiny_glm
+
+# As little memory as the tests need, the V2 runner's own defaults otherwise.
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "block_size": 64,
+    "num_gpu_blocks_override": 128,
+    "kv_cache_memory_bytes": 1 << 29,
+    "enforce_eager": True,
+    "disable_log_stats": False,
+}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One completion.
+
+    Attributes:
+        tokens: Generated token ids.
+        logprobs: Log-probability of each.
+        num_cached_tokens: Prompt tokens taken from the prefix cache.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_cached_tokens: int
+
+    def same_output(self, other: "Generation") -> bool:
+        """Whether tokens and log-probabilities are the same to the last bit."""
+        return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
+
+
+class Engine:
+    """One `vllm.LLM`, with what tests ask of it."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    @property
+    def core(self) -> Any:
+        """The in-process `EngineCore`."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of the only worker."""
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """Attention layers and indexer caches by name, each with its `kv_cache`."""
+        config = self.runner.vllm_config.compilation_config
+        return config.static_forward_context
+
+    def blocks_of_next(self, prompt: str) -> list[int]:
+        """Block ids that `prompt` gets when it is prefilled from an empty cache.
+
+        The request is run to its end; prefix caching leaves the blocks valid.
+        """
+        assert self.llm.reset_prefix_cache()
+        engine = self.llm.llm_engine
+        from vllm import SamplingParams
+
+        engine.add_request("probe", prompt, SamplingParams(max_tokens=2))
+        engine.step()
+        manager = self.core.scheduler.kv_cache_manager
+        (request_id,) = self.core.scheduler.requests
+        (blocks,) = manager.get_block_ids(request_id)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return blocks
+
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        max_tokens: int = 16,
+        *,
+        forget: bool = True,
+    ) -> list[Generation]:
+        """Generate greedily for all prompts in one batch.
+
+        Args:
+            prompts: Texts or lists of token ids.
+            max_tokens: Tokens to generate for each, regardless of end-of-text.
+            forget: Empty the prefix cache first.
+        """
+        from vllm import SamplingParams
+
+        if forget:
+            assert self.llm.reset_prefix_cache()
+        if prompts and not isinstance(prompts[0], str):
+            prompts = [{"prompt_token_ids": p} for p in prompts]
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True
+        )
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [_generation(output) for output in outputs]
+
+    def alone(self, prompts: list, max_tokens: int = 16) -> list[Generation]:
+        """Generate for each prompt by itself, from an empty cache."""
+        return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
+
+    def counter(self, name: str) -> int:
+        """Current value of a Prometheus counter, summed over its labels."""
+        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+
+
+def _generation(output: Any) -> Generation:
+    completion = output.outputs[0]
+    tokens = tuple(completion.token_ids)
+    chosen = zip(completion.logprobs, tokens, strict=True)
+    return Generation(
+        tokens=tokens,
+        logprobs=tuple(step[token].logprob for step, token in chosen),
+        num_cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+class Engines:
+    """Makes models and engines on first use and keeps them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[str, Path] = {}
+        self._engines: dict[str, Engine] = {}
+
+    def model(self, **options: Any) -> Path:
+        """Folder of the tiny GLM with these options of `make_tiny_glm`."""
+        key = repr(sorted(options.items()))
+        if key not in self._models:
+            path = self._folder / f"model-{len(self._models)}"
+            make_tiny_glm(path, **options)
+            self._models[key] = path
+        return self._models[key]
+
+    def get(self, model: dict[str, Any] | None = None, **options: Any) -> Engine:
+        """The engine with these options.
+
+        Args:
+            model: Options of `make_tiny_glm`.
+            **options: Options of `vllm.LLM` beside `DEFAULTS`.
+        """
+        key = repr((sorted((model or {}).items()), sorted(options.items())))
+        if key not in self._engines:
+            from vllm import LLM
+
+            llm = LLM(str(self.model(**model or {})), **{**DEFAULTS, **options})
+            self._engines[key] = Engine(llm)
+        return self._engines[key]
