@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
 from hisparse_tools.build import build
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     say(f"testing {built.version} (sha256 {built.sha256})")
     env = cpu_run_env()
     env["HISPARSE_WHEEL"] = str(built.path)
+    env["HISPARSE_NOX_PYTHON"] = sys.executable
     os.chdir(project.root)
     # In place of this process: signals reach pytest, and its last line is the last.
     os.execve(python, [str(python), "-m", "pytest", *argv], env)

@@ -126,7 +126,8 @@ def _check_number(patch: Patch) -> list[Problem]:
         found.append(
             Problem(
                 patch.name,
-                f"the name does not follow from the message ({patch_name(patch.message)})",
+                "the name does not follow from the message "
+                f"({patch_name(patch.message)})",
                 "let 'nox -s refresh' write the patches",
             )
         )
@@ -144,8 +145,8 @@ def _check_size(patch: Patch) -> list[Problem]:
             Problem(
                 patch.name,
                 f"{lines} changed lines in {len(files)} files",
-                f"keep to {MAX_LINES} lines and {MAX_FILES} files: move the body to the "
-                "overlay, split the patch, or give a 'Size-reason:' trailer",
+                f"keep to {MAX_LINES} lines and {MAX_FILES} files: move the body to "
+                "the overlay, split the patch, or give a 'Size-reason:' trailer",
             )
         )
     return found

@@ -173,7 +173,8 @@ def ensure_env(project: Project, wheel: Path) -> Path:
     """
     if sys.version_info[:2] < OLDEST_PYTHON:
         raise ToolError(
-            f"the CPU environment needs Python 3.11 or later, not {sys.version.split()[0]}",
+            "the CPU environment needs Python 3.11 or later, not "
+            + sys.version.split()[0],
             "set PYTHON to a newer interpreter: PYTHON=python3.12 ./run ...",
         )
     lock = project.locks / "requirements-cpu.txt"

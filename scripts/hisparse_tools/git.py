@@ -122,8 +122,7 @@ class Git:
         return subprocess.run(
             self.command(args),
             input=b"" if data is None else data,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             env=self.env(env),
             cwd=self.work_tree or self.git_dir,
         )

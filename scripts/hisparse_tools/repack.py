@@ -140,7 +140,7 @@ def _plan(
     folders = {name.split("/")[0] for name in infos if ".dist-info/" in name}
     if len(folders) != 1:
         raise ToolError(
-            f"{pin.artifact.file} is no wheel: it has {len(folders)} .dist-info folders",
+            f"{pin.artifact.file} has {len(folders)} .dist-info folders, not one",
             "use the wheel pinned in upstream.toml",
         )
     old_info = folders.pop()

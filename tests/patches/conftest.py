@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from toy import Toy
 
 
@@ -18,13 +19,23 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Toy, Toy]:
+    """An empty and a filled project, made once and copied for every test."""
+    folder = tmp_path_factory.mktemp("templates")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HISPARSE_CACHE", str(folder / "cache"))
+        empty = Toy(folder / "empty")
+        return empty, empty.copied(folder / "filled").with_series()
+
+
 @pytest.fixture
-def toy(tmp_path: Path) -> Toy:
+def toy(templates: tuple[Toy, Toy], tmp_path: Path) -> Toy:
     """A toy project with an empty series."""
-    return Toy(tmp_path / "toy")
+    return templates[0].copied(tmp_path / "toy")
 
 
 @pytest.fixture
-def series_toy(toy: Toy) -> Toy:
-    """A toy project with two patches and two overlay files."""
-    return toy.with_series()
+def series_toy(templates: tuple[Toy, Toy], tmp_path: Path) -> Toy:
+    """A toy project with two patches and two overlay files, and their tree."""
+    return templates[1].copied(tmp_path / "toy")

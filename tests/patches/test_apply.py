@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import pytest
+
 from hisparse_tools.errors import ToolError
 from toy import Toy, make_sdist, message
 

@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from hisparse_tools import zipwriter
 from hisparse_tools.errors import ToolError
 from hisparse_tools.pins import Device, parse_pins, read_pins
@@ -116,17 +117,14 @@ def test_same_bytes_in_another_folder_umask_and_locale(
     series_toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = series_toy.build().sha256
-    other = tmp_path / "elsewhere"
-    shutil.copytree(series_toy.folder, other)
-    series_toy.folder = other
-    series_toy.project = type(series_toy.project)(other / "project")
+    twin = series_toy.copied(tmp_path / "elsewhere")
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     monkeypatch.setenv("LC_ALL", "tr_TR.UTF-8")
     monkeypatch.setenv("HISPARSE_CACHE", str(tmp_path / "cache2"))
     time.tzset()
     old = os.umask(0o077)
     try:
-        assert series_toy.build().sha256 == first
+        assert twin.build().sha256 == first
     finally:
         os.umask(old)
         monkeypatch.undo()

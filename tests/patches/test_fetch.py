@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from hisparse_tools import fetch
 from hisparse_tools.errors import ToolError
 from hisparse_tools.pins import Pins, read_pins

