@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,14 +104,25 @@ def _key(*parts: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def requirements_env(lock: Path, name: str, *options: str) -> Path:
+def requirements_env(
+    lock: Path,
+    name: str,
+    *options: str,
+    finish: Callable[[Path], None] = lambda site: None,
+) -> Path:
     """Return the interpreter of an environment with pinned requirements.
 
     Args:
         lock: The requirements file.
         name: First part of the folder's name.
         options: Further options of ``pip install``.
+        finish: Called once with the new environment's ``site-packages``.
     """
+
+    def fill(python: Path) -> None:
+        _pip(python, "-r", str(lock), *options)
+        finish(site_packages(python))
+
     text = lock.read_text(encoding="utf-8")
     folder = cache_dir() / "venvs" / f"{name}-{_key(text, *options)}"
     if venv_python(folder).exists():
@@ -119,21 +130,19 @@ def requirements_env(lock: Path, name: str, *options: str) -> Path:
     with _locked(folder.with_name(folder.name + ".lock")):
         if not venv_python(folder).exists():
             with step(f"making an environment from {lock.name} (once)"):
-                make_venv(folder, lambda py: _pip(py, "-r", str(lock), *options))
+                make_venv(folder, fill)
     return venv_python(folder)
 
 
-def _site_packages(folder: Path) -> Path:
+def site_packages(python: Path) -> Path:
+    """Return the ``site-packages`` of an environment of this Python version."""
     major, minor = sys.version_info[:2]
-    return folder / "lib" / f"python{major}.{minor}" / "site-packages"
+    return python.parents[1] / "lib" / f"python{major}.{minor}" / "site-packages"
 
 
 def _fill_build(base: Path, python: Path, wheel: Path) -> None:
-    site = _site_packages(python.parents[1])
-    below = _site_packages(base.parents[1])
-    (site / "hisparse_requirements.pth").write_text(
-        f"import site; site.addsitedir({str(below)!r})\n"
-    )
+    line = f"import site; site.addsitedir({str(site_packages(base))!r})\n"
+    (site_packages(python) / "hisparse_requirements.pth").write_text(line)
     _pip(base, "--no-deps", "--no-index", str(wheel), target=python)
 
 
