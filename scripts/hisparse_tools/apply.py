@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ToolError
-from .export import export_commit
+from .export import changes_of, check_change, export_commit
 from .git import Git, GitFailed
 from .progress import Bar
 from .sdist import Base
@@ -133,6 +133,19 @@ def _lay_overlay(git: Git, patch: Patch, series: Series) -> None:
     git.raw("update-index", "--add", "--index-info", data="".join(lines).encode())
 
 
+def _check_reach(git: Git, commit: str, patch: Patch) -> None:
+    """Check that the wheel can carry the commit, and that bodies are in the overlay."""
+    for change in changes_of(git, commit):
+        check_change(change, patch.message.subject)
+        new = change.status == "A" and change.path.startswith("vllm/")
+        if new and change.path not in patch.message.overlay:
+            raise ToolError(
+                f"patches/{patch.name} adds {change.path}, which belongs in the overlay",
+                "redo its commit in a maintainer's tree ('nox -s source') and run "
+                "'nox -s refresh', which puts new files there",
+            )
+
+
 def _commit(git: Git, mail: _Mail, parent: str) -> str:
     tree = git.text("write-tree")
     done = git.raw(
@@ -166,6 +179,7 @@ def apply_series(git: Git, base: Base, series: Series, folder: Path) -> Applied:
             _apply_diff(git, patch, mail.diff)
             _lay_overlay(git, patch, series)
             commit = _commit(git, mail, parent)
+            _check_reach(git, commit, patch)
             again = export_commit(git, commit, patch.message.overlay)
             if again != patch.content:
                 raise ToolError(

@@ -83,7 +83,16 @@ def changes_of(git: Git, commit: str) -> list[Change]:
     return changes
 
 
-def _check_change(change: Change, subject: str) -> None:
+def check_change(change: Change, subject: str) -> None:
+    """Check that a wheel repacked from the published one can carry a change.
+
+    Args:
+        change: What a commit does to one file.
+        subject: The commit's subject.
+
+    Raises:
+        ToolError: If it cannot.
+    """
     path = change.path
     if not path.startswith(_CARRIED):
         raise ToolError(
@@ -215,7 +224,7 @@ def _sort_changes(
     added = []
     changes = changes_of(git, commit)
     for change in changes:
-        _check_change(change, message.subject)
+        check_change(change, message.subject)
         if change.path in owner:
             raise ToolError(
                 f"commit '{message.subject}' changes {change.path}, which an earlier "

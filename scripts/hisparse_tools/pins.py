@@ -99,6 +99,17 @@ class Pins:
             ) from None
 
 
+def load_toml(text: str) -> dict[str, Any]:
+    """Parse TOML with what this Python has.
+
+    Raises:
+        ToolError: If it has nothing.
+        ValueError: If the text is no TOML.
+    """
+    data: dict[str, Any] = _toml().loads(text)
+    return data
+
+
 def _toml() -> ModuleType:
     for name in ("tomllib", "tomli", "pip._vendor.tomli"):
         try:
@@ -136,9 +147,8 @@ def parse_pins(text: str, name: str = "upstream.toml") -> Pins:
     Raises:
         ToolError: If it is not TOML, or a field is missing or malformed.
     """
-    toml = _toml()
     try:
-        data = toml.loads(text)
+        data = load_toml(text)
         return Pins(
             version=data["upstream"]["version"],
             build=int(data["series"]["build"]),

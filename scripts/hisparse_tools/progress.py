@@ -57,9 +57,14 @@ class Bar:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Take the bar away until it is drawn again, to make room for a line."""
         if self._visible:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
+            self._visible = False
 
     def advance(self, amount: int) -> None:
         """Add ``amount`` to what is done and redraw if it is time to."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""The release's own tests against a built wheel, compared with the unpatched release."""
+"""The release's own tests against a built wheel, compared with the release itself."""
 
 from __future__ import annotations
 

@@ -117,6 +117,39 @@ def test_patches_in_another_order_are_applied_to_what_they_were_made_for(
         toy.build()
 
 
+def test_patch_that_a_repack_cannot_carry_is_refused(series_toy: Toy) -> None:
+    path = series_toy.patch("0310")
+    extra = b"""\
+diff --git a/csrc/kernel.cu b/csrc/kernel.cu
+index 8ee35b4..8a6a4ee 100644
+--- a/csrc/kernel.cu
++++ b/csrc/kernel.cu
+@@ -1 +1 @@
+-// native
++// changed
+"""
+    path.write_bytes(path.read_bytes() + extra)
+    with pytest.raises(
+        ToolError, match="csrc/kernel.cu, which a repacked wheel cannot"
+    ):
+        series_toy.build()
+
+
+def test_patch_that_adds_a_body_itself_is_refused(series_toy: Toy) -> None:
+    path = series_toy.patch("0310")
+    extra = b"""\
+diff --git a/vllm/body.py b/vllm/body.py
+new file mode 100644
+--- /dev/null
++++ b/vllm/body.py
+@@ -0,0 +1 @@
++BODY = 1
+"""
+    path.write_bytes(path.read_bytes() + extra)
+    with pytest.raises(ToolError, match="vllm/body.py, which belongs in the overlay"):
+        series_toy.build()
+
+
 def claim(toy: Toy, path: str) -> None:
     """Let the second patch bring one more overlay file."""
     toy.replace_in_patch(

@@ -222,6 +222,17 @@ def test_author_date_and_non_ascii_message_are_kept(toy: Toy) -> None:
     )
 
 
+@pytest.mark.parametrize("subject", ["core: [x] y", "[core] x", "Re: x", "core: a  b"])
+def test_awkward_subject_survives_the_round_trip(toy: Toy, subject: str) -> None:
+    toy.source()
+    toy.edit("vllm/engine.py", b"line 30\n", b"line thirty\n")
+    toy.commit(message(subject=subject))
+    toy.refresh()
+    (patch,) = read_series(toy.project).patches
+    assert patch.message.subject == subject
+    toy.build()
+
+
 def test_message_that_a_mail_cannot_carry_is_refused(toy: Toy) -> None:
     toy.source()
     toy.edit("vllm/engine.py", b"line 30\n", b"line thirty\n")

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""The table of mutations, and the tools that apply them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hisparse_tools.errors import ToolError
+from hisparse_tools.mutants import (
+    Bench,
+    Fate,
+    Mutant,
+    mirror_package,
+    mutated,
+    read_mutants,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+MUTANTS = read_mutants(ROOT / "tests" / "mutants.toml")
+
+
+def source_of(mutant: Mutant) -> Path:
+    """Return the file that a mutant breaks, as the project has it."""
+    if not mutant.in_vllm:
+        return ROOT / mutant.file
+    overlay = ROOT / "vllm_overlay" / mutant.file.removeprefix("vllm/")
+    if overlay.exists():
+        return overlay
+    vllm = pytest.importorskip("vllm", reason="needs the patched vLLM")
+    return Path(vllm.__file__).parents[1] / mutant.file
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.why)
+def test_mutant_fits_the_code_and_names_tests_that_exist(mutant: Mutant) -> None:
+    text = source_of(mutant).read_text(encoding="utf-8")
+    assert mutated(text, mutant) != text
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        function = name.split("::")[-1].split("[")[0]
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_text_that_is_not_there_once_is_an_error() -> None:
+    mutant = Mutant("f.py", "x", "y", (), "a reason")
+    for text in ("", "xx"):
+        with pytest.raises(ToolError, match=f"is there {len(text)} times, not once"):
+            mutated(text, mutant)
+
+
+def test_entry_without_a_field_is_an_error(tmp_path: Path) -> None:
+    table = tmp_path / "m.toml"
+    table.write_text("[[mutant]]\nfile = 'a'\nold = 'b'\nnew = 'c'\ntest = 'd'\n")
+    with pytest.raises(ToolError, match="has no 'why'"):
+        read_mutants(table)
+
+
+def test_mirror_has_one_copy_and_links_else(tmp_path: Path) -> None:
+    site = tmp_path / "installed"
+    for name in ("vllm/__init__.py", "vllm/a/b.py", "vllm/a/c.py", "vllm/d/e.py"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(name)
+    copy = mirror_package(site, tmp_path / "mirror", "vllm/a/b.py")
+    copy.write_text("mutated")
+    assert (site / "vllm/a/b.py").read_text() == "vllm/a/b.py"
+    assert (tmp_path / "mirror/vllm/a/b.py").read_text() == "mutated"
+    assert (tmp_path / "mirror/vllm/a/c.py").is_symlink()
+    assert (tmp_path / "mirror/vllm/d").is_symlink()
+    assert (tmp_path / "mirror/vllm/__init__.py").read_text() == "vllm/__init__.py"
+
+
+@pytest.mark.parametrize(
+    ("new", "fate"),
+    [
+        ("return 2", Fate.KILLED),
+        ("return 0 + 1", Fate.SURVIVED),
+        ("return (", Fate.BROKEN),
+    ],
+)
+def test_fate_follows_from_the_test(tmp_path: Path, new: str, fate: Fate) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "code.py").write_text("def f():\n    return 1\n")
+    (project / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (project / "test_it.py").write_text(
+        "import importlib.util as u\n"
+        "spec = u.spec_from_file_location('m', 'code.py')\n"
+        "m = u.module_from_spec(spec); spec.loader.exec_module(m)\n"
+        "def test_f():\n    assert m.f() == 1\n"
+    )
+    bench = Bench(project, Path(sys.executable), tmp_path)
+    mutant = Mutant("code.py", "return 1", new, ("test_it.py::test_f",), "x")
+    assert bench.try_mutant(mutant) is fate
+    assert (project / "code.py").read_text() == "def f():\n    return 1\n"
