@@ -75,13 +75,18 @@ def _pip(python: Path, *args: str, target: Path | None = None) -> None:
     # Compiled lazily on import: compiling all of it takes longer than a test run.
     command += ["install", "--no-compile", *args]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    # On a terminal pip shows its own progress bars; a log gets a line per download.
+    shown = sys.stdout.isatty()
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=env,
+        stdout=None if shown else subprocess.PIPE,
+        stderr=None if shown else subprocess.STDOUT,
+        text=True,
     )
     lines = []
-    assert process.stdout is not None
     try:
-        for line in process.stdout:
+        for line in process.stdout or ():
             lines.append(line)
             if line.startswith("Downloading ") or line.startswith("  Downloading "):
                 say(f"  {line.strip()}")
@@ -100,7 +105,7 @@ def _pip(python: Path, *args: str, target: Path | None = None) -> None:
 
 
 def _key(*parts: str) -> str:
-    text = "\n".join([*parts, sys.version, sys.prefix])
+    text = "\n".join([*parts, sys.version, sys.base_prefix])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

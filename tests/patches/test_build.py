@@ -247,11 +247,12 @@ def test_surrounding_repository_and_git_settings_have_no_say(
     want = series_toy.build().sha256
     outer = tmp_path / "outer"
     surround_with_repository(outer, series_toy.files)
-    settings = outer / "gitconfig"
+    settings = outer / ".gitconfig"
     settings.write_text(
         "[core]\nautocrlf = true\n[apply]\nwhitespace = fix\n[diff]\nnoprefix = true\n"
         "algorithm = minimal\n[format]\nsubjectPrefix = X\nsignature = me\n"
-        "attach = true\n[user]\nname = Someone\n[i18n]\ncommitEncoding = latin1\n"
+        'attach = true\nheaders = "X-Mine: 1\\n"\n'
+        "[user]\nname = Someone\n[i18n]\ncommitEncoding = latin1\n"
     )
     monkeypatch.setenv("HISPARSE_CACHE", str(outer / "deep" / "cache"))
     monkeypatch.setenv("HOME", str(outer))

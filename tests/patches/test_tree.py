@@ -37,6 +37,7 @@ def test_round_trip_with_hostile_settings_changes_nothing(
         "diff.suppressBlankEmpty": "true",
         "format.signature": "me",
         "format.numbered": "true",
+        "format.headers": "X-Mine: 1\n",
         "format.pretty": "oneline",
         "core.abbrev": "7",
         "core.autocrlf": "true",
