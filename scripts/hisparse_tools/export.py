@@ -100,6 +100,11 @@ def check_change(change: Change, subject: str) -> None:
             "keep to vllm/ (and tests/): a repack takes native code, build files and "
             "requirements from the published wheel",
         )
+    if path.endswith(".pyc") or "__pycache__" in path:
+        raise ToolError(
+            f"commit '{subject}' holds {path}, which Python made",
+            "take it out: git rm -r --cached, then git commit --amend",
+        )
     if path == _WRITTEN_BY_BUILD:
         raise ToolError(
             f"commit '{subject}' changes {path}, which every build writes itself",

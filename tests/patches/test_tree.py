@@ -295,6 +295,13 @@ def test_commit_that_a_repack_cannot_carry_is_refused(toy: Toy, name: str) -> No
     refused(toy, message(), f"changes {name}, which a repacked wheel cannot carry")
 
 
+def test_commit_with_bytecode_is_refused(toy: Toy) -> None:
+    toy.source()
+    toy.write("vllm/engine.py", b"changed\n")
+    toy.write("vllm/__pycache__/engine.cpython-311.pyc", b"\0")
+    refused(toy, message(), "which Python made")
+
+
 def test_commit_that_changes_the_version_file_is_refused(toy: Toy) -> None:
     toy.source()
     toy.write("vllm/_version.py", b"")
