@@ -140,7 +140,8 @@ def _check_reach(git: Git, commit: str, patch: Patch) -> None:
         new = change.status == "A" and change.path.startswith("vllm/")
         if new and change.path not in patch.message.overlay:
             raise ToolError(
-                f"patches/{patch.name} adds {change.path}, which belongs in the overlay",
+                f"patches/{patch.name} adds {change.path}, which belongs in the "
+                "overlay",
                 "redo its commit in a maintainer's tree ('nox -s source') and run "
                 "'nox -s refresh', which puts new files there",
             )

@@ -54,8 +54,13 @@ def project_files(project: Project) -> list[Path]:
 
 def without_spdx(files: Sequence[Path]) -> list[Path]:
     """Return the files that do not start with the two licence lines."""
-    texts = {path: path.read_text("utf-8") for path in files}
-    return [path for path, text in texts.items() if text and not text.startswith(SPDX)]
+
+    def bare(text: str) -> bool:
+        if text.startswith("#!"):
+            text = text.partition("\n")[2]
+        return bool(text) and not text.startswith(SPDX)
+
+    return [path for path in files if bare(path.read_text("utf-8"))]
 
 
 def check_out(applied: Applied, folder: Path) -> list[str]:

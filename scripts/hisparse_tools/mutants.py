@@ -118,7 +118,8 @@ def mirror_package(installed: Path, folder: Path, file: str) -> Path:
                 (folder / here / entry.name).symlink_to(entry)
         following = Path(file).relative_to(here).parts[0]
         (folder / here / following).unlink()
-    return shutil.copy2(installed / file, folder / file)
+    shutil.copy2(installed / file, folder / file)
+    return folder / file
 
 
 def mutated(text: str, mutant: Mutant) -> str:
