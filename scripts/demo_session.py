@@ -36,8 +36,8 @@ MODEL_NAME = "tiny-glm"
 START_TIMEOUT_S = 600
 ANSWER_TIMEOUT_S = 600
 BLOCK_SIZE = 64
-# The server makes sockets in its folder, whose names, 65 characters from there, may have
-# 107 in all.
+# The server makes sockets in the folder; their names take 65 more characters, and may
+# have 107.
 _LONGEST_PARENT = 40
 # The kernels for GPUs are made for the head counts and the top-k of the real models.
 _CUDA_SIZES = {

@@ -26,6 +26,8 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 # layer writes to it. It stands in for the biases that the architecture lacks.
 BIAS_CHANNEL = 0
 BIAS_VALUE = 4.0
+# The query latent gets it in this channel.
+QUERY_BIAS_CHANNEL = 0
 EMBED_GAIN = 1.5
 # Attention scores of this standard deviation: a row weighs enough to be missed, and
 # no row takes everything.
@@ -33,6 +35,8 @@ SCORE_GAIN = 3.0
 ATTENTION_GAIN = 2.0
 MLP_GAIN = 1.0
 ROUTER_GAIN = 1.5
+QUERY_SHIFT = 3.0
+KEY_SHIFT = 2.6
 LOGIT_GAIN = 2.5
 QUIET_LOGIT_GAIN = 0.25
 # How loudly a printable byte calls for its successor.
@@ -68,6 +72,14 @@ class _Draw:
         """A matrix that turns unit-variance input into output of RMS `gain`."""
         return self.unit(name, rows, columns) * np.float32(gain / math.sqrt(columns))
 
+    def from_hidden(self, name: str, rows: int, hidden: int, gain: float) -> np.ndarray:
+        """As `linear`, but blind to the bias channel: the same to every token, it would
+        make all tokens alike.
+        """
+        matrix = self.linear(name, rows, hidden, gain)
+        matrix[:, BIAS_CHANNEL] = 0
+        return matrix
+
     def norm(self, name: str, size: int) -> np.ndarray:
         """A norm's weight: near one, and different in every channel."""
         return 1 + self.unit(name, size) * np.float32(0.1)
@@ -82,13 +94,16 @@ def _attention(draw: _Draw, prefix: str, sizes: TinyGlmSizes, gain: float) -> Te
     hidden, heads = sizes.hidden, sizes.heads
     qk_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
     q_name, kv_name = f"{prefix}.q_a_proj.weight", f"{prefix}.kv_a_proj_with_mqa.weight"
-    yield q_name, draw.linear(q_name, sizes.q_lora_rank, hidden, 1)
+    q_a = draw.from_hidden(q_name, sizes.q_lora_rank, hidden, 1)
+    q_a[QUERY_BIAS_CHANNEL] = 0
+    q_a[QUERY_BIAS_CHANNEL, BIAS_CHANNEL] = 2
+    yield q_name, q_a
     name = f"{prefix}.q_a_layernorm.weight"
     yield name, draw.norm(name, sizes.q_lora_rank)
     name = f"{prefix}.q_b_proj.weight"
     yield name, draw.linear(name, heads * qk_dim, sizes.q_lora_rank, SCORE_GAIN)
     kv_rows = sizes.kv_lora_rank + sizes.qk_rope_head_dim
-    yield kv_name, draw.linear(kv_name, kv_rows, hidden, 1)
+    yield kv_name, draw.from_hidden(kv_name, kv_rows, hidden, 1)
     name = f"{prefix}.kv_a_layernorm.weight"
     yield name, draw.norm(name, sizes.kv_lora_rank)
     name = f"{prefix}.kv_b_proj.weight"
@@ -104,28 +119,34 @@ def _indexer(draw: _Draw, prefix: str, sizes: TinyGlmSizes) -> Tensors:
 
     A score of exactly 0 (every head cut off by its relu) ties with all others of its
     kind, and implementations break ties differently. So a constant in the dimensions
-    that rotary leaves alone shifts query . key upwards, and the bias channel keeps
-    the head weights positive.
+    that rotary leaves alone shifts query . key up by twice its standard deviation, and
+    the bias channel keeps the head weights positive.
     """
     heads, dim = sizes.index_heads, sizes.index_head_dim
+    # The shift has one direction. What the queries have of it favours the same keys for
+    # all of them, so that a good part of a selection stays from token to token.
+    unrotated = np.arange(dim) >= sizes.qk_rope_head_dim
+    direction = unrotated / np.float32(math.sqrt(max(unrotated.sum(), 1)))
     name = f"{prefix}.wq_b.weight"
-    yield name, draw.linear(name, heads * dim, sizes.q_lora_rank, 1)
+    wq_b = draw.linear(name, heads * dim, sizes.q_lora_rank, 1)
+    wq_b[:, QUERY_BIAS_CHANNEL] = np.tile(direction * np.float32(QUERY_SHIFT), heads)
+    yield name, wq_b
     name = f"{prefix}.wk.weight"
-    yield name, draw.linear(name, dim, sizes.hidden, 1)
+    yield name, draw.from_hidden(name, dim, sizes.hidden, 1)
     name = f"{prefix}.k_norm.weight"
     yield name, draw.norm(name, dim)
     name = f"{prefix}.k_norm.bias"
-    yield name, draw.unit(name, dim) * np.float32(0.1)
+    yield name, draw.unit(name, dim) * np.float32(0.1) + direction * np.float32(KEY_SHIFT)
     name = f"{prefix}.weights_proj.weight"
-    weights = draw.linear(name, heads, sizes.hidden, 0.5)
-    weights[:, BIAS_CHANNEL] = 1 / BIAS_VALUE
+    weights = draw.from_hidden(name, heads, sizes.hidden, 0.3)
+    weights[:, BIAS_CHANNEL] = 1
     yield name, weights
 
 
 def _mlp(draw: _Draw, prefix: str, hidden: int, width: int, gain: float) -> Tensors:
     for part in ("gate_proj", "up_proj"):
         name = f"{prefix}.{part}.weight"
-        yield name, draw.linear(name, width, hidden, 1)
+        yield name, draw.from_hidden(name, width, hidden, 1)
     name = f"{prefix}.down_proj.weight"
     down = draw.linear(name, hidden, width, gain * MLP_GAIN)
     yield name, _silence_bias_channel(down)
@@ -133,7 +154,7 @@ def _mlp(draw: _Draw, prefix: str, hidden: int, width: int, gain: float) -> Tens
 
 def _moe(draw: _Draw, prefix: str, sizes: TinyGlmSizes, gain: float) -> Tensors:
     name = f"{prefix}.gate.weight"
-    yield name, draw.linear(name, sizes.experts, sizes.hidden, ROUTER_GAIN)
+    yield name, draw.from_hidden(name, sizes.experts, sizes.hidden, ROUTER_GAIN)
     name = f"{prefix}.gate.e_score_correction_bias"
     yield name, draw.unit(name, sizes.experts) * np.float32(0.05)
     for expert in range(sizes.experts):
@@ -172,7 +193,7 @@ def _head(draw: _Draw, sizes: TinyGlmSizes, embedding: np.ndarray) -> np.ndarray
     that is the part of the next token that an MTP layer can foresee, and a greedy text
     that follows it does not fall into a short loop as that of a random model does.
     """
-    head = draw.linear("lm_head.weight", VOCAB_SIZE, sizes.hidden, 1)
+    head = draw.from_hidden("lm_head.weight", VOCAB_SIZE, sizes.hidden, 1)
     printable = printable_ids()
     follow = embedding[np.roll(printable, 1)]
     head[printable] += follow * np.float32(FOLLOW_GAIN / sizes.hidden)

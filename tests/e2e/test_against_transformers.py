@@ -15,13 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+
 from engines import Engine, Engines
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
 import torch  # noqa: E402
-from glm_reference import FixedSelection, all_logprobs, load_reference  # noqa: E402
 from transformers import GlmMoeDsaForCausalLM  # noqa: E402
+
+from glm_reference import FixedSelection, all_logprobs, load_reference  # noqa: E402
 
 NEW_TOKENS = 40
 VOCAB_SIZE = 320

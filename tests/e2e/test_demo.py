@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import demo_session
 import pytest
+
+import demo_session
 from hisparse_tools.demo_settings import DemoSettings
 from hisparse_tools.env import cpu_run_env
 from hisparse_tools.pins import Device

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from hisparse_tools import server as server_module
 from hisparse_tools.errors import ToolError
 from hisparse_tools.server import Server, session_processes
