@@ -135,6 +135,9 @@ def server_env(folder: Path) -> dict[str, str]:
     env = {**os.environ, "TMPDIR": str(folder / "tmp"), "VLLM_LOGGING_LEVEL": "INFO"}
     for name in ("VLLM_API_KEY", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"):
         env.pop(name, None)
+    # It imports nothing of this checkout, and three processes would otherwise compile
+    # the same thousands of files at every start.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     return env
 
 
@@ -142,19 +145,26 @@ class Waiting:
     """Shows that the server is starting: in place on a terminal, else now and then."""
 
     # "(EngineCore pid=7) INFO 11-30 12:00:00 [core.py:1] ": of no use to a reader.
-    _PREFIX = re.compile(r"^(\(.*?\) )?[A-Z]+ [\d:. -]+ \[[^\]]*\] *")
+    _PREFIX = re.compile(r"^(?:\(.*?\) )?INFO [\d:. -]+ \[[^\]]*\] (?=[A-Z])")
 
     def __init__(self) -> None:
         self._in_place = sys.stdout.isatty()
         self._next_s = 0.0
+        self._doing = "importing"
 
     def __call__(self, waited_s: float, line: str) -> None:
-        """Show the seconds waited and the log's last line, if it is time to."""
+        """Show the seconds waited and what the log's last line says, if it is time to.
+
+        Warnings and continued lines are passed over.
+        """
+        message, is_news = self._PREFIX.subn("", line)
+        if is_news:
+            self._doing = message
         if waited_s < self._next_s:
             return
         self._next_s = waited_s + (0.5 if self._in_place else 10)
         width = max(40, shutil.get_terminal_size().columns - 1)
-        text = f"  {waited_s:3.0f} s  {_printable(self._PREFIX.sub('', line))}"[:width]
+        text = f"  {waited_s:3.0f} s  {_printable(self._doing)}"[:width]
         if self._in_place:
             print(f"\r\x1b[K{text}", end="", flush=True)
         elif waited_s > 1:

@@ -136,7 +136,10 @@ def _indexer(draw: _Draw, prefix: str, sizes: TinyGlmSizes) -> Tensors:
     name = f"{prefix}.k_norm.weight"
     yield name, draw.norm(name, dim)
     name = f"{prefix}.k_norm.bias"
-    yield name, draw.unit(name, dim) * np.float32(0.1) + direction * np.float32(KEY_SHIFT)
+    yield (
+        name,
+        draw.unit(name, dim) * np.float32(0.1) + direction * np.float32(KEY_SHIFT),
+    )
     name = f"{prefix}.weights_proj.weight"
     weights = draw.from_hidden(name, heads, sizes.hidden, 0.3)
     weights[:, BIAS_CHANNEL] = 1

@@ -5,12 +5,14 @@
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import demo
+import demo_session
 from hisparse_tools import served_by
 from hisparse_tools.demo_settings import (
     MAX_CONTEXT,
@@ -232,3 +234,95 @@ class TestHandOver:
         with pytest.raises(ToolError):
             demo.main(["--turns", "0"])
         assert handed_over == {}
+
+
+class TestWaiting:
+    """What is shown while the server starts."""
+
+    NEWS = (
+        "(Worker pid=7) INFO 11-29 23:29:14 [cpu_worker.py:177] Using V2 Model Runner"
+    )
+
+    def test_off_a_terminal_a_line_comes_every_ten_seconds(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with demo_session.Waiting() as waiting:
+            for tenths in range(0, 250, 2):
+                waiting(tenths / 10, self.NEWS)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [
+            "   10 s  Using V2 Model Runner",
+            "   20 s  Using V2 Model Runner",
+        ]
+
+    def test_on_a_terminal_one_line_is_kept_up_to_date_and_removed(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        with demo_session.Waiting() as waiting:
+            waiting(3.0, self.NEWS)
+        out = capsys.readouterr().out
+        assert out == "\r\x1b[K    3 s  Using V2 Model Runner\r\x1b[K"
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "",
+            "(APIServer pid=1) WARNING 11-29 23:28:38 [sys.py:1] Found ulimit of 9",
+            "(APIServer pid=1) INFO 11-29 23:28:38 [core.py:1] \tcontinued=1",
+            "Loading safetensors checkpoint shards:   0% Completed",
+        ],
+    )
+    def test_what_is_no_news_leaves_the_news(
+        self, line: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with demo_session.Waiting() as waiting:
+            waiting(1.0, self.NEWS)
+            waiting(12.0, line)
+        assert capsys.readouterr().out == "   12 s  Using V2 Model Runner\n"
+
+
+class TestSession:
+    def test_a_long_temporary_folder_is_not_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The server's sockets would have names that are too long."""
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 60)))
+        with demo_session.work_folder(keep=False) as folder:
+            assert len(f"{folder}/tmp/{'x' * 36}") <= 107
+        assert not folder.exists()
+
+    def test_control_characters_are_not_printed(self) -> None:
+        text = demo_session._printable("a\x1b[2Jb\n\u202ec é")
+        assert text == "a\ufffd[2Jb\n\ufffdc é"
+
+    def test_the_cache_holds_two_whole_conversations(self) -> None:
+        sizes = demo_session.model_sizes(settings())
+        per_token = demo_session.cache_bytes(sizes) / (2 * sizes.context)
+        # 7 latents of 576 bf16 values, 4 indexer rows of 128 fp8 values and a scale
+        assert per_token == 7 * 576 * 2 + 4 * 132
+
+    def test_a_long_conversation_gets_a_larger_context(self) -> None:
+        long = settings("--prompt", "x" * 8000)
+        context = demo_session.model_sizes(long).context
+        assert context % 64 == 0
+        assert long.context() <= context < long.context() + 64
+
+    def test_the_server_is_this_environments_own(self, tmp_path: Path) -> None:
+        command = demo_session.serve_command(settings(), tmp_path, 8000)
+        assert command[:3] == [
+            sys.executable,
+            f"{Path(sys.executable).parent}/vllm",
+            "serve",
+        ]
+        assert "--port=8000" in command and "--enforce-eager" in command
+
+    def test_settings_of_the_shell_do_not_disturb_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        env = demo_session.server_env(tmp_path)
+        assert env["VLLM_LOGGING_LEVEL"] == "INFO"
+        assert not {"VLLM_API_KEY", "PYTHONDONTWRITEBYTECODE"} & env.keys()
