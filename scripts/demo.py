@@ -17,10 +17,14 @@ from hisparse_tools.errors import run_command
 from hisparse_tools.paths import this_project
 from hisparse_tools.pins import Device
 from hisparse_tools.progress import say
+from hisparse_tools.server import end_with_parent
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command."""
+    if "NOX_CURRENT_SESSION" in os.environ:
+        # nox that is terminated leaves its commands running.
+        end_with_parent()
     settings = parse_settings(argv, detect())
     # Known now or after a minute's build: better now.
     free_port(settings.port)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -79,6 +80,9 @@ def work_folder(keep: bool) -> Iterator[Path]:
     failed = False
     try:
         yield folder
+    except BrokenPipeError:
+        # Whoever read the output went away, as `head` does: no failure.
+        raise
     except Exception:
         failed = True
         raise
@@ -326,8 +330,18 @@ def run(settings: DemoSettings) -> None:
                 server.stop()
 
 
+def _hang_up(signum: int, frame: object) -> None:
+    """The terminal is gone: clean up as after Ctrl-C, and print no more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _hang_up)
     if len(argv) != 1:
         raise ToolError("the settings are missing", "run nox -s demo")
     # The text may hold characters that the terminal's encoding lacks.

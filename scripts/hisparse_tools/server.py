@@ -29,6 +29,17 @@ _TAIL_LINES = 25
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends.
+
+    A program that it executes in its place keeps this; its children do not.
+    """
+    parent = os.getppid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def http_get(url: str, timeout_s: float = 5.0) -> str | None:
     """Return the body of a successful answer, or None where there is none."""
     try:

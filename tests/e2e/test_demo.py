@@ -215,11 +215,14 @@ def test_no_process_is_left(finished: Demo) -> None:
     assert finished.servers() == {}
 
 
-def test_terminating_it_while_the_server_starts_leaves_nothing(start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_server_starts_leaves_nothing(
+    start, number: signal.Signals
+) -> None:
     one = start()
     one.read_until("starting vllm serve", START_S)
     one.note_server()
-    one.process.send_signal(signal.SIGTERM)
+    one.process.send_signal(number)
     assert one.finish(STOP_S) == 130
     assert one.servers() == {}
     assert one.left_behind() == []

@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -208,6 +209,10 @@ class TestHandOver:
         monkeypatch.setattr(demo, "build", build)
         monkeypatch.setattr(demo, "ensure_env", lambda project, path: Path("/cpu/py"))
         monkeypatch.setattr(demo, "ensure_cuda_env", lambda path: Path("/cuda/py"))
+        monkeypatch.setattr(
+            demo, "end_with_parent", lambda: seen.update(follows_parent=True)
+        )
+        monkeypatch.delenv("NOX_CURRENT_SESSION", raising=False)
         monkeypatch.setattr(demo, "detect", lambda: Device.CPU)
         monkeypatch.setattr(os, "execve", execve)
         return seen
@@ -229,6 +234,15 @@ class TestHandOver:
         assert handed_over["device"] is Device.CUDA
         assert handed_over["program"] == Path("/cuda/py")
         assert "TRITON_INTERPRET" not in handed_over["env"]
+
+    def test_under_nox_it_ends_when_nox_does(
+        self, handed_over: dict, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        demo.main([])
+        assert "follows_parent" not in handed_over
+        monkeypatch.setenv("NOX_CURRENT_SESSION", "demo")
+        demo.main([])
+        assert handed_over["follows_parent"]
 
     def test_a_bad_flag_is_refused_before_the_build(self, handed_over: dict) -> None:
         with pytest.raises(ToolError):
@@ -291,6 +305,25 @@ class TestSession:
         with demo_session.work_folder(keep=False) as folder:
             assert len(f"{folder}/tmp/{'x' * 36}") <= 107
         assert not folder.exists()
+
+    @pytest.mark.parametrize(
+        ("error", "left"),
+        [
+            (ToolError("it broke", "mend it"), {"server.log"}),
+            (KeyboardInterrupt(), None),
+            (BrokenPipeError(), None),
+        ],
+    )
+    def test_an_error_leaves_the_log_that_it_names_and_nothing_else(
+        self, error: BaseException, left: set[str] | None
+    ) -> None:
+        with pytest.raises(type(error)), demo_session.work_folder(False) as folder:
+            (folder / "server.log").write_text("why")
+            (folder / "model").mkdir()
+            raise error
+        found = {path.name for path in folder.iterdir()} if folder.exists() else None
+        shutil.rmtree(folder, ignore_errors=True)
+        assert found == left
 
     def test_control_characters_are_not_printed(self) -> None:
         text = demo_session._printable("a\x1b[2Jb\n\u202ec é")

@@ -157,6 +157,23 @@ def test_an_owner_that_is_killed_outright_takes_it_along(tmp_path: Path) -> None
     wait_for(lambda: not is_running(pid))
 
 
+def test_ending_with_the_parent_goes_on_in_another_program(tmp_path: Path) -> None:
+    """As the demo does: it executes the session in its own place."""
+    child = f"""
+        import os, sys
+        from hisparse_tools.server import end_with_parent
+        end_with_parent()
+        print(os.getpid(), flush=True)
+        os.execv(sys.executable, {code("import time", SLEEP)!r})
+    """
+    owner = start_owner(f"import subprocess; subprocess.run({code(child)!r})", tmp_path)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait(20)
+    wait_for(lambda: not is_running(pid))
+
+
 def start_owner(script: str, cwd: Path) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(Path(server_module.__file__).parents[1])}
     return subprocess.Popen(
