@@ -7,6 +7,8 @@ process share both. Engines are keyed by their options and kept: a tiny model's
 weights and cache are a few megabytes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 29,
     "enforce_eager": True,
     "disable_log_stats": False,
+    "async_scheduling": False,
 }
 
 
@@ -67,6 +70,43 @@ class Engine:
         config = self.runner.vllm_config.compilation_config
         return config.static_forward_context
 
+    # --- HiSparse -----------------------------------------------------------
+
+    @property
+    def residency(self) -> Any:
+        """The scheduler's `Residency`."""
+        return self.core.scheduler.kv_cache_manager.hisparse.residency
+
+    @property
+    def worker(self) -> Any:
+        """The `HiSparseWorker` of the only rank."""
+        return self.runner.kv_connector.kv_connector.worker
+
+    @property
+    def copier(self) -> Any:
+        """The worker's `PageCopier`."""
+        return self.worker.copier
+
+    @property
+    def hot_misses(self) -> int:
+        """Rows fetched from the host so far."""
+        return sum(int(unit.counters[1]) for unit in self.worker.units)
+
+    def assert_drained(self) -> None:
+        """No block, page, transfer or reference is left held."""
+        from vllm.v1.hisparse.integrity import check_integrity
+
+        engine = self.llm.llm_engine
+        for _ in range(20):
+            if not self.residency.num_pending:
+                break
+            engine.step()
+        check_integrity(self.residency)
+        assert self.residency.num_pending == 0
+        assert self.residency.num_free == self.residency.config.num_blocks - 1
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
     def blocks_of_next(self, prompt: str) -> list[int]:
         """Block ids that `prompt` gets when it is prefilled from an empty cache.
 
@@ -87,7 +127,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: list[str] | list[list[int]],
+        prompts: list[Any],
         max_tokens: int = 16,
         *,
         forget: bool = True,
@@ -131,6 +171,28 @@ def _generation(output: Any) -> Generation:
     )
 
 
+@contextmanager
+def keep_async_scheduling() -> Iterator[None]:
+    """Let the CPU platform keep asynchronous scheduling, which it switches off.
+
+    It has no use for it, but the hazards that it brings are what the tests are for.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original
+
+
 class Engines:
     """Makes models and engines on first use and keeps them."""
 
@@ -158,7 +220,11 @@ class Engines:
         key = repr((sorted((model or {}).items()), sorted(options.items())))
         if key not in self._engines:
             from vllm import LLM
+            from vllm.distributed.kv_transfer import kv_transfer_state
 
-            llm = LLM(str(self.model(**model or {})), **{**DEFAULTS, **options})
+            # vLLM keeps one connector for a process; each runner holds its own.
+            kv_transfer_state._KV_CONNECTOR_AGENT = None
+            with keep_async_scheduling():
+                llm = LLM(str(self.model(**model or {})), **{**DEFAULTS, **options})
             self._engines[key] = Engine(llm)
         return self._engines[key]

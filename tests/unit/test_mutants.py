@@ -39,9 +39,10 @@ def test_mutant_fits_the_code_and_names_tests_that_exist(mutant: Mutant) -> None
     text = source_of(mutant).read_text(encoding="utf-8")
     assert mutated(text, mutant) != text
     for test in mutant.tests:
-        file, _, name = test.partition("::")
-        function = name.split("::")[-1].split("[")[0]
-        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")
+        file, *names = test.split("[")[0].split("::")
+        tests = (ROOT / file).read_text(encoding="utf-8")
+        for name in names:
+            assert f"def {name}(" in tests or f"class {name}" in tests
 
 
 def test_text_that_is_not_there_once_is_an_error() -> None:

@@ -58,6 +58,13 @@ def _bmm(kernel, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.cat(rows, dim=1)
 
 
+_ROW_WISE: dict[str, Callable[..., torch.Tensor]] = {
+    "mm": _mm,
+    "addmm": _addmm,
+    "bmm": _bmm,
+}
+
+
 def _out_variant(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(function)
     def with_out(*args, out: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -75,7 +82,7 @@ def enable() -> None:
     if _library is not None:
         return
     _library = torch.library.Library("aten", "IMPL")
-    for name, function in {"mm": _mm, "addmm": _addmm, "bmm": _bmm}.items():
+    for name, function in _ROW_WISE.items():
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
         row_wise = functools.partial(function, kernel)
         functools.update_wrapper(row_wise, function)

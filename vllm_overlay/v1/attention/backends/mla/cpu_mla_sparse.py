@@ -246,10 +246,16 @@ class CPUMLASparseImpl(MLAAttentionImpl[CPUMLASparseMetadata]):
         kv_rows, block_stride_rows = flat_kv_row_view(
             kv_c_and_k_pe_cache, attn_metadata.block_size
         )
+        topk = self.topk_indices_buffer[:num_tokens]
+        if (hisparse := getattr(layer, "hisparse", None)) is not None:
+            out = q.new_zeros(num_tokens, self.num_heads, self.kv_lora_rank)
+            for tokens, row_ids in hisparse.groups(topk, block_stride_rows):
+                out[tokens] = self._attend(q[tokens], kv_rows, row_ids)
+            return out, None
         row_ids = triton_convert_req_index_to_global_index(
             attn_metadata.req_id_per_token,
             attn_metadata.block_table,
-            self.topk_indices_buffer[:num_tokens],
+            topk,
             BLOCK_SIZE=attn_metadata.block_size,
             BLOCK_STRIDE_ROWS=block_stride_rows,
             NUM_TOPK_TOKENS=attn_metadata.topk_tokens,

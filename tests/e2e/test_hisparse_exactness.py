@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""HiSparse under KV pressure gives the bits of HiSparse off with ample memory.
+
+One KV budget: without HiSparse it preempts, or keeps requests waiting; with HiSparse
+cold pages go to the host and everybody keeps running.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+from engines import Engine, Engines, Generation
+
+NEW_TOKENS = 48
+_TEXT = (
+    "Cold pages live in host memory; what the indexer picks is fetched row by row. "
+    "The same tokens, the same numbers, to the last bit: 0123456789 abcdefghij. "
+)
+# Neither multiples of a page nor of each other, one below the top-k.
+LENGTHS = (163, 20, 151, 147, 158, 139)
+PROMPTS = [(_TEXT * 2)[start : start + n] for start, n in enumerate(LENGTHS)]
+
+CONNECTOR = {
+    "kv_transfer_config": {
+        "kv_connector": "HiSparseConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_pool_gib": 0.25},
+    }
+}
+FORMATS = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "fp8_ds_mla": {"dtype": "float32", "kv_cache_dtype": "fp8_ds_mla"},
+}
+# Bytes of a token in all latents and indexers of the tiny GLM, by format.
+TOKEN_BYTES = {
+    "fp32": 6 * 2304 + 3 * 132,
+    "bf16": 6 * 1152 + 3 * 132,
+    "fp8_ds_mla": 6 * 656 + 3 * 132,
+}
+# The prompts fill 52 pages of 16 tokens; with their answers they want 70.
+BUDGET_TOKENS = 54 * 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the same requests.
+
+    Attributes:
+        format: Key of FORMATS.
+        options: Further engine options.
+        hot_rows: `device_buffer_size`, or None for the default.
+        delay_steps: Steps by which write-backs complete late.
+    """
+
+    format: str
+    options: tuple[tuple[str, object], ...] = ()
+    hot_rows: int | None = None
+    delay_steps: int = 0
+
+
+def small_budget(name: str, block_size: int) -> dict:
+    """Engine options with a KV budget that is too small for all requests."""
+    return {
+        **FORMATS[name],
+        "block_size": block_size,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": None,
+        "kv_cache_memory_bytes": BUDGET_TOKENS * TOKEN_BYTES[name],
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Engines):
+    """HiSparse off, ample memory, each prompt alone."""
+
+    def get(name: str) -> list[Generation]:
+        if name not in known:
+            known[name] = engines.get(**FORMATS[name]).alone(PROMPTS, NEW_TOKENS)
+        return known[name]
+
+    known: dict[str, list[Generation]] = {}
+    return get
+
+
+def with_hisparse(engines: Engines, case: Case) -> Engine:
+    options = {**small_budget(case.format, 16), **CONNECTOR, **dict(case.options)}
+    if case.hot_rows:
+        sizes = {"device_buffer_size": case.hot_rows}
+        options["attention_config"] = {"hisparse_config": sizes}
+    engine = engines.get(**options)
+    engine.copier.delay_steps = case.delay_steps
+    engine.copier.reorder = lambda due: due[::-1] if case.delay_steps else due
+    return engine
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_budget_is_too_small_without_hisparse(
+    engines: Engines, name: str, expected
+) -> None:
+    engine = engines.get(**small_budget(name, 16))
+    before = engine.counter("vllm:num_preemptions")
+    assert engine.generate(PROMPTS, NEW_TOKENS) is not None
+    assert engine.counter("vllm:num_preemptions") - before >= 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fp32"),
+        Case("fp32", hot_rows=32),
+        Case("fp32", delay_steps=1),
+        Case("fp32", options=(("async_scheduling", True),), delay_steps=3),
+        Case("fp32", options=(("block_size", 64),)),
+        Case("fp32", options=(("max_num_batched_tokens", 24),)),
+        Case("bf16"),
+        Case("fp8_ds_mla", delay_steps=1),
+    ],
+    ids=str,
+)
+def test_pressure_changes_no_bit(engines: Engines, case: Case, expected) -> None:
+    engine = with_hisparse(engines, case)
+    before = engine.counter("vllm:num_preemptions")
+    misses = engine.hot_misses
+    actual = engine.generate(PROMPTS, NEW_TOKENS)
+    assert engine.counter("vllm:num_preemptions") == before
+    assert engine.hot_misses > misses, "no page went to the host: no pressure"
+    for got, want in zip(actual, expected(case.format), strict=True):
+        assert got.tokens == want.tokens
+        assert got.logprobs == want.logprobs
+    engine.assert_drained()

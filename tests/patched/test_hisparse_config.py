@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""HiSparse's settings: what is accepted, what is refused and how (D5, D20, D31)."""
+
+import copy
+import os
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs the patched vLLM")
+
+from hisparse_configs import (  # noqa: E402
+    NAME,
+    TINY_TOPK,
+    make_config,
+    multi,
+    transfer,
+    write_model,
+)
+from vllm.config import VllmConfig, replace  # noqa: E402
+from vllm.config.compilation import CUDAGraphMode  # noqa: E402
+from vllm.v1.hisparse.glue import config as glue  # noqa: E402
+from vllm.v1.hisparse.settings import HiSparseSettings  # noqa: E402
+
+GIB = 1 << 30
+OFFLOAD = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": GIB},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glue, "available_ram_bytes", lambda: 1_000 * GIB)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+
+
+def settings(config: VllmConfig) -> HiSparseSettings:
+    found = config.attention_config.hisparse_config
+    assert isinstance(found, HiSparseSettings)
+    return found
+
+
+def refuse(model: str, *parts: str, **args: Any) -> str:
+    """Start with `args`; the refusal must contain every part."""
+    with pytest.raises(ValueError) as error:
+        make_config(model, **args)
+    text = str(error.value)
+    for part in (*parts, "HiSparse", "allowed: ", "Remedy: "):
+        assert part in text, (part, text)
+    return text
+
+
+class TestSpellings:
+    def test_connector_alone(self, model: str) -> None:
+        config = make_config(model, kv=transfer(0.5))
+        assert settings(config) == HiSparseSettings(0.5, 2 * TINY_TOPK, TINY_TOPK)
+        assert config.kv_transfer_config.kv_connector == NAME
+        assert not config.scheduler_config.disable_hybrid_kv_cache_manager
+
+    def test_child_of_a_multi_connector(self, model: str) -> None:
+        config = make_config(model, kv=multi(transfer(2)))
+        assert settings(config).host_pool_bytes == 2 * GIB
+        assert config.kv_transfer_config.kv_connector == "MultiConnector"
+        assert not config.scheduler_config.disable_hybrid_kv_cache_manager
+
+    def test_pool_in_hisparse_config_adds_the_connector(self, model: str) -> None:
+        config = make_config(model, options={"host_pool_gib": 3})
+        assert settings(config).host_pool_gib == 3
+        added = config.kv_transfer_config
+        assert (added.kv_connector, added.kv_role) == (NAME, "kv_both")
+
+    def test_device_buffer_size(self, model: str) -> None:
+        config = make_config(
+            model, kv=transfer(), options={"device_buffer_size": 4_096}
+        )
+        assert settings(config).device_buffer_size == 4_096
+
+    def test_pool_in_hisparse_config_for_a_given_connector(self, model: str) -> None:
+        config = make_config(model, kv=transfer(None), options={"host_pool_gib": 1})
+        assert settings(config).host_pool_gib == 1
+
+    def test_pool_in_both_places_if_they_agree(self, model: str) -> None:
+        config = make_config(model, kv=transfer(1), options={"host_pool_gib": 1})
+        assert settings(config).host_pool_gib == 1
+
+    def test_the_mirror_option_of_other_releases_is_accepted(self, model: str) -> None:
+        config = make_config(model, kv=transfer(), options={"eager_host_mirror": True})
+        assert settings(config).topk == TINY_TOPK
+
+    def test_flags_of_the_command_line(self, model: str) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        args = parser.parse_args(
+            [
+                "--model",
+                model,
+                "--attention-config",
+                '{"hisparse_config":{"device_buffer_size":4096}}',
+                "--kv-transfer-config",
+                (
+                    '{"kv_connector":"HiSparseConnector","kv_role":"kv_both",'
+                    '"kv_connector_extra_config":{"host_pool_gib":384}}'
+                ),
+            ]
+        )
+        args = EngineArgs.from_cli_args(args)
+        assert args.attention_config.hisparse_config == {"device_buffer_size": 4_096}
+        extra = args.kv_transfer_config.kv_connector_extra_config
+        assert extra == {"host_pool_gib": 384}
+
+
+class TestAfterwards:
+    def test_a_copied_configuration_is_not_checked_again(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = make_config(model, kv=transfer(1))
+        # The host pool is allocated by now.
+        monkeypatch.setattr(glue, "available_ram_bytes", lambda: 0)
+        assert settings(replace(config)) == settings(config)
+
+    def test_settings_travel_to_workers(self, model: str) -> None:
+        config = make_config(model, kv=transfer(1))
+        sent = pickle.loads(pickle.dumps(config))
+        assert settings(sent) == settings(config)
+        assert settings(copy.deepcopy(config)) == settings(config)
+
+    def test_settings_have_a_part_in_the_hash(self, model: str) -> None:
+        config = make_config(model, kv=transfer(1))
+        off = make_config(model)
+        on_hash = config.attention_config.compute_hash()
+        assert on_hash != off.attention_config.compute_hash()
+
+
+class TestOff:
+    def test_nothing_is_imported_and_no_setting_is_made(self, tmp_path: Path) -> None:
+        code = (
+            "import sys, hisparse_configs as h\n"
+            f"config = h.make_config(h.write_model(h.Path({str(tmp_path)!r})))\n"
+            "assert config.attention_config.hisparse_config is None\n"
+            "assert config.kv_transfer_config is None\n"
+            "assert not [m for m in sys.modules if 'v1.hisparse' in m]\n"
+        )
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stderr[-2_000:]
+
+    def test_other_connectors_are_left_alone(self, model: str) -> None:
+        config = make_config(model, kv=OFFLOAD)
+        assert config.attention_config.hisparse_config is None
+        assert config.kv_transfer_config.kv_connector == "OffloadingConnector"
+
+    def test_the_hash_is_that_of_a_configuration_without_the_field(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.config import utils
+
+        seen: list[set[str]] = []
+        factors = utils.get_hash_factors
+
+        def spy(config: Any, ignored: set[str]) -> dict[str, object]:
+            found = factors(config, ignored)
+            seen.append(set(found))
+            return found
+
+        monkeypatch.setattr(utils, "get_hash_factors", spy)
+        make_config(model).attention_config.compute_hash()
+        assert seen and not any("hisparse_config" in names for names in seen)
+
+
+class TestBufferSize:
+    @pytest.mark.parametrize("size", [TINY_TOPK - 1, 0, -64, 32_768, "64", 64.0, True])
+    def test_out_of_range(self, model: str, size: Any) -> None:
+        refuse(
+            model,
+            f"hisparse_config.device_buffer_size is {size!r};",
+            "from 32 (the model's top-k) to 32,767",
+            kv=transfer(),
+            options={"device_buffer_size": size},
+        )
+
+    def test_default_is_twice_the_top_k(self, model: str) -> None:
+        config = make_config(model, kv=transfer(), block_size=16)
+        assert settings(config).device_buffer_size == 64
+
+    @pytest.mark.parametrize(
+        "size, block_size, rows", [(65, 16, 80), (65, 64, 128), (33, 16, 48)]
+    )
+    def test_rounded_up_to_whole_blocks_with_a_warning(
+        self,
+        model: str,
+        size: int,
+        block_size: int,
+        rows: int,
+        caplog_vllm: list[str],
+    ) -> None:
+        options = {"device_buffer_size": size}
+        config = make_config(
+            model, kv=transfer(), options=options, block_size=block_size
+        )
+        assert settings(config).device_buffer_size == rows
+        (line,) = [text for text in caplog_vllm if "device_buffer_size" in text]
+        assert f"{size} is not a multiple of the block size {block_size}" in line
+        assert f"; {rows} is used" in line
+
+    def test_whole_blocks_give_no_warning(
+        self, model: str, caplog_vllm: list[str]
+    ) -> None:
+        make_config(model, kv=transfer(), options={"device_buffer_size": 64})
+        assert not [text for text in caplog_vllm if "device_buffer_size" in text]
+
+    def test_rounding_beyond_the_limit(self, model: str) -> None:
+        refuse(
+            model,
+            "device_buffer_size is 32767;",
+            "up to 32,704 in whole blocks of 64",
+            kv=transfer(),
+            options={"device_buffer_size": 32_767},
+            block_size=64,
+        )
+
+
+class TestHostPool:
+    @pytest.mark.parametrize("pool", ["384", True, [1], -1, 0, float("nan"), 1e400])
+    def test_not_a_number_above_zero(self, model: str, pool: Any) -> None:
+        refuse(model, f"is {pool!r};", "a number of GiB above 0", kv=transfer(pool))
+
+    def test_missing_from_the_connector(self, model: str) -> None:
+        refuse(
+            model,
+            "kv_connector_extra_config.host_pool_gib of HiSparseConnector is missing",
+            kv=transfer(None),
+        )
+
+    def test_missing_everywhere(self, model: str) -> None:
+        options = {"device_buffer_size": 64}
+        refuse(model, "hisparse_config.host_pool_gib is missing", options=options)
+        refuse(model, "hisparse_config.host_pool_gib is missing", options={})
+
+    def test_two_values(self, model: str) -> None:
+        refuse(
+            model,
+            "hisparse_config.host_pool_gib is 2,",
+            "is 1",
+            kv=transfer(1),
+            options={"host_pool_gib": 2},
+        )
+
+    def test_larger_than_the_available_memory(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(glue, "available_ram_bytes", lambda: int(1.5 * GIB))
+        refuse(model, "2 GiB", "available main memory, 1.50 GiB", kv=transfer(2))
+        assert settings(make_config(model, kv=transfer(1.5))).host_pool_gib == 1.5
+
+    def test_every_replica_of_the_node_has_a_pool(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(glue, "available_ram_bytes", lambda: 3 * GIB)
+        refuse(
+            model,
+            "1 GiB for each of 4 replicas, 4.00 GiB in all",
+            kv=transfer(1),
+            data_parallel_size=4,
+        )
+
+    def test_unknown_memory_refuses_nothing(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(glue, "available_ram_bytes", lambda: None)
+        assert settings(make_config(model, kv=transfer(9_999))).host_pool_gib == 9_999
+
+
+class TestConnectors:
+    def test_two_of_ours(self, model: str) -> None:
+        refuse(model, f"2 {NAME} entries", kv=multi(transfer(1), transfer(2)))
+
+    def test_others_beside_ours(self, model: str) -> None:
+        kv = multi(transfer(1), OFFLOAD)
+        refuse(model, "OffloadingConnector beside HiSparse", kv=kv)
+
+    def test_another_with_the_pool_in_hisparse_config(self, model: str) -> None:
+        refuse(
+            model,
+            "OffloadingConnector beside HiSparse",
+            kv=OFFLOAD,
+            options={"host_pool_gib": 1},
+        )
+
+    def test_offloading_size(self, model: str) -> None:
+        refuse(
+            model,
+            "OffloadingConnector beside HiSparse",
+            options={"host_pool_gib": 1},
+            kv_offloading_size=1.0,
+        )
+
+    @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+    def test_role(self, model: str, role: str) -> None:
+        refuse(model, f"kv_role is '{role}'", kv=transfer(1, role=role))
+
+    @pytest.mark.parametrize("options", ["64", [64], 4_096])
+    def test_options_that_are_no_object(self, model: str, options: Any) -> None:
+        refuse(model, f"is {options!r};", kv=transfer(), options=options)
+
+    def test_unknown_option(self, model: str) -> None:
+        refuse(
+            model,
+            "'device_bufer_size'",
+            "device_buffer_size, host_pool_gib",
+            kv=transfer(),
+            options={"device_bufer_size": 64},
+        )
+
+
+class TestEngine:
+    def test_v1_runner(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        refuse(
+            model,
+            "the model runner is V1 (VLLM_USE_V2_MODEL_RUNNER=0); allowed: V2",
+            kv=transfer(),
+        )
+
+    def test_hybrid_manager_off(self, model: str) -> None:
+        refuse(
+            model,
+            "the hybrid KV cache manager is off; allowed: on",
+            "--disable-hybrid-kv-cache-manager",
+            kv=transfer(),
+            disable_hybrid_kv_cache_manager=True,
+        )
+
+    @pytest.mark.parametrize(
+        "field, flag",
+        [
+            ("pipeline_parallel_size", "--pipeline-parallel-size"),
+            ("decode_context_parallel_size", "--decode-context-parallel-size"),
+            ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+        ],
+    )
+    def test_parallelism(self, model: str, field: str, flag: str) -> None:
+        config = make_config(model)
+        setattr(config.parallel_config, field, 2)
+        config.attention_config.hisparse_config = {"host_pool_gib": 1}
+        with pytest.raises(ValueError, match=f"HiSparse: {flag} is 2; allowed: 1"):
+            glue.resolve(config)
+
+    def test_full_graphs(self, model: str) -> None:
+        config = make_config(model)
+        config.attention_config.hisparse_config = {"host_pool_gib": 1}
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+        with pytest.raises(ValueError, match="cudagraph_mode is FULL; allowed: FULL_A"):
+            glue.resolve(config)
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        glue.resolve(config)
+
+    def test_sleep_mode(self, model: str) -> None:
+        config = make_config(model)
+        config.attention_config.hisparse_config = {"host_pool_gib": 1}
+        config.model_config.enable_sleep_mode = True
+        with pytest.raises(ValueError, match="--enable-sleep-mode is on; allowed: off"):
+            glue.resolve(config)
+
+    @pytest.mark.parametrize("dtype", ["fp8_e5m2", "nvfp4", "int8_per_token_head"])
+    def test_cache_dtype(self, model: str, dtype: str) -> None:
+        config = make_config(model)
+        config.attention_config.hisparse_config = {"host_pool_gib": 1}
+        config.cache_config.cache_dtype = dtype
+        with pytest.raises(ValueError, match=f"--kv-cache-dtype is {dtype}; allowed: "):
+            glue.resolve(config)
+
+    @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
+    def test_layout(
+        self, model: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        refuse(
+            model, f"VLLM_KV_CACHE_LAYOUT is {layout}; allowed: LBHNC", kv=transfer()
+        )
+
+    def test_layouts_of_whole_pages(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+        assert settings(make_config(model, kv=transfer()))
+
+    def test_block_size_on_the_cpu(self, model: str) -> None:
+        refuse(
+            model,
+            "--block-size is 24; allowed: multiples of 16",
+            kv=transfer(),
+            block_size=24,
+        )
+
+    def test_block_size_on_cuda(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            type(glue.current_platform), "is_cuda_alike", lambda self: True
+        )
+        glue.check_block_size(64)
+        with pytest.raises(ValueError, match="--block-size is 32; allowed: 64"):
+            glue.check_block_size(32)
+
+    def test_model_without_sparse_attention(self, tmp_path: Path) -> None:
+        dense = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "index_topk": None,
+        }
+        model = write_model(tmp_path, dense)
+        refuse(model, "index_topk of the model is missing", kv=transfer())
+
+    def test_too_many_rows_a_step(self, tmp_path: Path) -> None:
+        model = write_model(tmp_path, {"index_topk": 2_048})
+        assert settings(make_config(model, kv=transfer(), drafts=14))
+        refuse(
+            model,
+            "num_speculative_tokens is 15, which with top-k 2048 selects 32,768 rows",
+            "allowed: up to 14",
+            kv=transfer(),
+            drafts=15,
+        )
+
+
+@pytest.fixture
+def caplog_vllm() -> Any:
+    """Messages of vLLM's loggers, which do not propagate to the root logger."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
+    logging.getLogger("vllm").addHandler(handler)
+    yield lines
+    logging.getLogger("vllm").removeHandler(handler)

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""The residency core against a model that moves bytes.
+
+A toy host pool hands out and caches pages; a toy worker applies the updates to a
+device of labelled blocks, copies late and in any order, and after each step reads
+every page of every running request wherever the tables say it is. Whatever rule is
+broken, a read finds another label.
+"""
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hisparse import INDEXER_ONLY, HotLease, Residency, ResidencyConfig, check_integrity
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+
+STACKS = 2
+LEASE = 4
+NUM_BLOCKS = 40
+HOST_PAGES = 24
+NULL = 0
+
+# The operations are the product: 5,000 in CI, 100,000 in the nightly profile.
+NIGHTLY = os.environ.get("HISPARSE_NIGHTLY") == "1"
+EXAMPLES = 2_000 if NIGHTLY else 100
+STEPS = 50
+
+
+@dataclass
+class HostPage:
+    """A place in the host pool: what was written there, who references it."""
+
+    references: int = 0
+    content: object = None
+    name: object = None  # what a prefix hit finds it by
+
+
+class HostPool:
+    """vLLM's block pool in small: references, hashes, least recently used first."""
+
+    def __init__(self) -> None:
+        self.pages = [HostPage() for _ in range(HOST_PAGES)]
+        self.free = OrderedDict.fromkeys(range(1, HOST_PAGES))
+
+    def take(self, count: int) -> list[int]:
+        taken = [self.free.popitem(last=False)[0] for _ in range(count)]
+        for page in taken:
+            self.pages[page].name = None
+            self.pages[page].references = 1
+        return taken
+
+    def reference(self, page: int) -> None:
+        self.free.pop(page, None)
+        self.pages[page].references += 1
+
+    def unreference(self, page: int) -> None:
+        self.pages[page].references -= 1
+        assert self.pages[page].references >= 0
+        if not self.pages[page].references:
+            self.free[page] = None
+
+
+@dataclass
+class Running:
+    """A request as scheduler and worker see it."""
+
+    names: list = field(default_factory=list)  # of all its pages
+    pages: list[int] = field(default_factory=list)
+    num_full: int = 0
+    # what the worker knows
+    entries: list[int] = field(default_factory=list)
+    lease: HotLease | None = None
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Random traffic over a device pool that is always short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = HostPool()
+        config = ResidencyConfig(
+            num_blocks=NUM_BLOCKS,
+            num_stacks=STACKS,
+            lease_blocks=LEASE,
+            num_rows=3,
+            tail_pages=1,
+            num_ranks=2,
+            write_back_budget=3,
+        )
+        self.core = Residency(config, self.host.reference, self.host.unreference)
+        self.requests: dict[str, Running] = {}
+        self.device: dict[int, object] = {}
+        self.frames: dict[int, tuple[int, ...]] = {}
+        self.copies: dict[int, tuple[object, set[int]]] = {}
+        self.counter = 0
+
+    # --- the toy scheduler --------------------------------------------------
+
+    def allocate(self, request_id: str, count: int) -> bool:
+        request = self.requests[request_id]
+        cost = count * (1 + STACKS)
+        if len(self.host.free) < count or not self.core.make_room(cost):
+            return False
+        pages = self.host.take(count)
+        self.core.append(request_id, pages)
+        request.pages += pages
+        return True
+
+    @rule(prefix=st.integers(0, 2), length=st.integers(2, 9))
+    def admit(self, prefix: int, length: int) -> None:
+        names = [(prefix, i) for i in range(length)]
+        by_name = {p.name: i for i, p in enumerate(self.host.pages) if p.name}
+        hits = []
+        for name in names[: length - 1]:
+            if name not in by_name:
+                break
+            hits.append(by_name[name])
+        fresh = length - len(hits)
+        cost = fresh * (1 + STACKS) + self.core.cost_of_hits(hits)
+        free_hits = sum(page in self.host.free for page in hits)
+        if len(self.host.free) - free_hits < fresh or not self.core.can_admit(length):
+            return
+        if not self.core.make_room(cost):
+            return
+        # Making room may have taken frames that were counted as adopted.
+        if self.core.num_free < (fresh * (1 + STACKS) + self.core.cost_of_hits(hits)):
+            return
+        self.counter += 1
+        request_id = f"r{self.counter}"
+        self.requests[request_id] = Running(names)
+        for page in hits:
+            self.host.reference(page)
+        self.core.add_request(request_id, length)
+        self.core.adopt(request_id, hits)
+        self.requests[request_id].pages += hits
+        self.requests[request_id].num_full = len(hits)
+        assert self.allocate(request_id, fresh)
+        # As in vLLM, a full page can be hit from its allocation on.
+        for name, page in zip(names[:-1], self.requests[request_id].pages):
+            self.host.pages[page].name = name
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def grow(self, data, count: int) -> None:
+        self.grow_by(data.draw(st.sampled_from(sorted(self.requests))), count)
+
+    def grow_by(self, request_id: str, count: int) -> None:
+        if self.allocate(request_id, count):
+            names = self.requests[request_id].names
+            names += [(request_id, i) for i in range(len(names), len(names) + count)]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def seal(self, data) -> None:
+        self.seal_written(data.draw(st.sampled_from(sorted(self.requests))))
+
+    def seal_written(self, request_id: str) -> None:
+        """All pages that the worker has written, but the last, are settled."""
+        request = self.requests[request_id]
+        settled = max(0, min(len(request.entries), len(request.pages)) - 1)
+        self.core.seal(request_id, settled)
+        request.num_full = max(request.num_full, settled)
+        for name, page in zip(request.names[:settled], request.pages):
+            self.host.pages[page].name = self.host.pages[page].name or name
+
+    @rule()
+    def work(self) -> None:
+        """What a serving engine does most: every request takes a step."""
+        for request_id in sorted(self.requests):
+            self.seal_written(request_id)
+            self.grow_by(request_id, 1)
+        self.step()
+        for transfer in sorted(self.copies)[:4]:
+            for rank in {0, 1} - self.copies[transfer][1]:
+                self.complete_rank(transfer, rank)
+
+    @precondition(lambda self: len(self.requests) > 1)
+    @rule(data=st.data())
+    def leave(self, data) -> None:
+        """Finished, aborted or preempted: the core sees the same."""
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        request = self.requests[request_id]
+        unwritten = request.pages[len(request.entries) :]
+        if any(self.host.pages[page].references > 1 for page in unwritten):
+            return  # a request is not taken away between its scheduling and its step
+        del self.requests[request_id]
+        written = set(request.pages[: len(request.entries)])
+        for page in request.pages:
+            # What was never written cannot be hit later.
+            if page not in written and self.host.pages[page].references == 1:
+                self.host.pages[page].name = None
+        self.core.release(request_id, lambda p: self.host.pages[p].name is not None)
+        for page in reversed(request.pages):
+            self.host.unreference(page)
+
+    @precondition(lambda self: self.counter % 4 == 3)
+    @rule()
+    def reset_cache(self) -> None:
+        self.core.forget_all()
+        for page in self.host.pages:
+            if not page.references:
+                page.name = None
+
+    # --- the toy worker -----------------------------------------------------
+
+    @rule()
+    def step(self) -> None:
+        update = self.core.take_update()
+        self.frames.update(update.frames)
+        for request_id, change in update.requests.items():
+            request = self.requests[request_id]
+            if change.start == 0:
+                request.entries, request.lease = [], None
+            assert len(request.entries) == change.start
+            for index, entry in change.changed.items():
+                request.entries[index] = entry
+            request.entries += change.entries
+            request.lease = change.lease or request.lease
+            assert len(request.entries) == len(request.pages)
+        for copy in update.restores:
+            content = self.host.pages[copy.page_id].content
+            for block in (copy.indexer_block, *copy.latent_blocks):
+                if block != NULL:
+                    self.device[block] = content
+        for copy in update.write_backs:
+            assert copy.indexer_block and len(copy.latent_blocks) == STACKS
+            self.copies[copy.transfer_id] = (copy, set())
+        self.write_new_pages(update)
+        self.read_everything()
+
+    def write_new_pages(self, update) -> None:
+        """The forward writes the pages that are not a copy of anything."""
+        for request_id, change in update.requests.items():
+            request = self.requests[request_id]
+            for i in range(max(change.start, request.num_full), len(request.entries)):
+                for block in self.frames[request.entries[i]]:
+                    assert block != NULL
+                    self.device[block] = request.names[i]
+            request.num_full = max(request.num_full, len(request.entries) - 1)
+
+    def read_everything(self) -> None:
+        """Each page of each request, where the tables say it is."""
+        for request in self.requests.values():
+            triples = zip(request.names, request.pages, request.entries)
+            for name, page, entry in triples:
+                resident = entry >= 0
+                frame = entry if resident else INDEXER_ONLY - entry
+                indexer, *latents = self.frames[frame]
+                assert self.device[indexer] == name
+                if resident:
+                    assert [self.device[block] for block in latents] == [name] * STACKS
+                else:
+                    assert request.lease is not None
+                    assert self.host.pages[page].content == name
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data(), rank=st.integers(0, 1))
+    def complete(self, data, rank: int) -> None:
+        self.complete_rank(data.draw(st.sampled_from(sorted(self.copies))), rank)
+
+    def complete_rank(self, transfer: int, rank: int) -> None:
+        """A rank's copy completes; the bytes move only when the last one does."""
+        copy, done = self.copies[transfer]
+        done.add(rank)
+        if len(done) == 2:
+            blocks = (copy.indexer_block, *copy.latent_blocks)
+            contents = {self.device[block] for block in blocks}
+            assert len(contents) == 1, contents
+            self.host.pages[copy.page_id].content = contents.pop()
+            del self.copies[transfer]
+        clean = self.core.acknowledge(transfer, [rank])
+        assert clean == (len(done) == 2)
+
+    @precondition(lambda self: self.counter % 4 == 2)
+    @rule(transfer=st.integers(0, 10_000))
+    def stray_acknowledgement(self, transfer: int) -> None:
+        if transfer not in self.copies:
+            assert not self.core.acknowledge(transfer, [0, 1])
+
+    @invariant()
+    def books_balance(self) -> None:
+        check_integrity(self.core)
+
+    def teardown(self) -> None:
+        """When all have left and all copies are done, nothing is left held."""
+        for request_id in sorted(self.requests):
+            request = self.requests.pop(request_id)
+            self.core.release(request_id, lambda page: False)
+            for page in request.pages:
+                self.host.unreference(page)
+        for _ in range(HOST_PAGES):
+            for copy in self.core.take_update().write_backs:
+                self.copies[copy.transfer_id] = (copy, set())
+            for transfer in list(self.copies):
+                self.core.acknowledge(transfer, [0, 1])
+                del self.copies[transfer]
+        check_integrity(self.core)
+        assert self.core.num_free == NUM_BLOCKS - 1
+        assert self.core.num_pending == 0
+        assert all(page.references == 0 for page in self.host.pages)
+
+
+TestResidency = ResidencyMachine.TestCase
+TestResidency.settings = settings(
+    max_examples=EXAMPLES,
+    stateful_step_count=STEPS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Settings of HiSparse in `VllmConfig`: read, check, refuse (D5, D20, D31).
+
+`AttentionConfig.hisparse_config` holds what the user gave until `resolve` has run, and
+`HiSparseSettings` afterwards. It is None exactly where HiSparse is off (R9).
+"""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs as envs
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from ..host_memory import available_ram_bytes
+from ..layout import ROW_ALIGNMENT
+from ..settings import (
+    CONNECTOR_NAME,
+    GIB,
+    MAX_HOT_ROWS,
+    MAX_SELECTED_ROWS,
+    HiSparseSettings,
+    refusal,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+CUDA_BLOCK_SIZE = 64
+"""The only page of the indexer's and FlashMLA's CUDA kernels."""
+
+_KEYS = ("device_buffer_size", "host_pool_gib", "eager_host_mirror")
+
+_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
+
+# Layouts whose pages are one run of bytes; the old names are aliases.
+_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "HND", "NHD")
+
+
+def resolve(vllm_config: "VllmConfig") -> None:
+    """Turn what the user gave into `HiSparseSettings`, or refuse it.
+
+    Called at the end of `VllmConfig`'s initialisation where `hisparse_config` or a
+    HiSparse connector is given. Adds the connector where only the pool is given. A
+    configuration that is copied later is not checked again: the host pool may be
+    allocated by then.
+
+    Raises:
+        ValueError: the configuration cannot work; nothing has been changed then.
+    """
+    given = vllm_config.attention_config.hisparse_config
+    if isinstance(given, HiSparseSettings):
+        return
+    options = _options(given)
+    pool = _host_pool(options, vllm_config.kv_transfer_config)
+    topk = _topk(vllm_config)
+    _check_runner(vllm_config)
+    _check_parallelism(vllm_config)
+    _check_engine(vllm_config)
+    settings = HiSparseSettings(
+        host_pool_gib=_host_pool_gib(*pool),
+        device_buffer_size=_device_buffer_size(
+            options, topk, vllm_config.cache_config.block_size
+        ),
+        topk=topk,
+    )
+    _check_available_ram(
+        settings, pool[0], vllm_config.parallel_config.data_parallel_size_local
+    )
+    if "eager_host_mirror" in options:
+        logger.info(
+            "HiSparse: eager_host_mirror has no effect here: every full page is "
+            "written to the host at once"
+        )
+    if vllm_config.kv_transfer_config is None:
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector=CONNECTOR_NAME, kv_role="kv_both"
+        )
+    vllm_config.attention_config.hisparse_config = settings
+
+
+def settings_of(vllm_config: "VllmConfig") -> HiSparseSettings:
+    """Settings of a configuration with HiSparse on."""
+    settings = vllm_config.attention_config.hisparse_config
+    assert isinstance(settings, HiSparseSettings), settings
+    return settings
+
+
+def check_block_size(block_size: int) -> None:
+    """Refuse a page that the kernels of this platform cannot have."""
+    if current_platform.is_cuda_alike():
+        if block_size != CUDA_BLOCK_SIZE:
+            raise refusal(
+                "--block-size",
+                block_size,
+                str(CUDA_BLOCK_SIZE),
+                "leave --block-size out",
+            )
+    elif block_size % ROW_ALIGNMENT:
+        raise refusal(
+            "--block-size",
+            block_size,
+            f"multiples of {ROW_ALIGNMENT}",
+            "use --block-size 64",
+        )
+
+
+def hot_rows(device_buffer_size: int, block_size: int) -> int:
+    """The hot buffer in whole blocks.
+
+    Raises:
+        ValueError: more rows than slots can be numbered.
+    """
+    rows = -(-device_buffer_size // block_size) * block_size
+    if rows > MAX_HOT_ROWS:
+        most = MAX_HOT_ROWS // block_size * block_size
+        raise refusal(
+            "hisparse_config.device_buffer_size",
+            device_buffer_size,
+            f"up to {most:,} in whole blocks of {block_size}",
+            f"set it to {most} or less",
+        )
+    return rows
+
+
+# -- what was given ------------------------------------------------------------------
+
+
+def _options(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise refusal(
+            "hisparse_config",
+            repr(given),
+            "a JSON object",
+            "write --attention-config '{\"hisparse_config\": {...}}'",
+        )
+    unknown = sorted(set(given) - set(_KEYS))
+    if unknown:
+        raise refusal(
+            "hisparse_config",
+            f"given with {', '.join(map(repr, unknown))}",
+            ", ".join(_KEYS),
+            "correct or remove the key",
+        )
+    return given
+
+
+def _connectors(
+    transfer: KVTransferConfig | None,
+) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield name and extra configuration of every connector."""
+    if transfer is None or transfer.kv_connector is None:
+        return
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector != "MultiConnector":
+        yield transfer.kv_connector, extra
+        return
+    for child in extra.get("connectors", []):
+        yield child.get("kv_connector"), child.get("kv_connector_extra_config") or {}
+
+
+def _host_pool(
+    options: dict[str, Any], transfer: KVTransferConfig | None
+) -> tuple[str, Any]:
+    """Name and value of the setting that gives the host pool."""
+    ours = [extra for name, extra in _connectors(transfer) if name == CONNECTOR_NAME]
+    others = [str(name) for name, _ in _connectors(transfer) if name != CONNECTOR_NAME]
+    if len(ours) > 1:
+        raise refusal(
+            "kv_transfer_config",
+            f"given with {len(ours)} {CONNECTOR_NAME} entries",
+            "one",
+            "keep one, with the sum of the pools as its host_pool_gib",
+        )
+    if others:
+        raise refusal(
+            "kv_transfer_config",
+            f"given with {', '.join(others)} beside HiSparse",
+            f"{CONNECTOR_NAME} alone",
+            f"remove {', '.join(others)}; the host pool of HiSparse holds whole pages "
+            "and serves prefix hits itself",
+        )
+    if transfer is not None and transfer.kv_role != "kv_both":
+        # Blocks of a step in flight are held back for consumers only (R5).
+        raise refusal(
+            "kv_role", repr(transfer.kv_role), "'kv_both'", "set it to 'kv_both'"
+        )
+    here = "hisparse_config.host_pool_gib"
+    there = f"kv_connector_extra_config.host_pool_gib of {CONNECTOR_NAME}"
+    values = {here: options.get("host_pool_gib")}
+    if ours:
+        values[there] = ours[0].get("host_pool_gib")
+    found = {name: value for name, value in values.items() if value is not None}
+    if len(found) == 2 and found[here] != found[there]:
+        raise refusal(
+            here,
+            f"{found[here]!r}, and {there} is {found[there]!r}",
+            "one value",
+            "give it in one place",
+        )
+    if not found:
+        raise refusal(
+            there if ours else here,
+            "missing",
+            "a number of GiB above 0",
+            "set it to the main memory that the host pool may take",
+        )
+    return next(iter(found.items()))
+
+
+# -- refusals ------------------------------------------------------------------------
+
+
+def _check_runner(vllm_config: "VllmConfig") -> None:
+    if not vllm_config.use_v2_model_runner:
+        reasons = vllm_config._get_v2_model_runner_unsupported_features()
+        raise refusal(
+            "the model runner",
+            f"V1 ({', '.join(reasons) or 'VLLM_USE_V2_MODEL_RUNNER=0'})",
+            "V2",
+            "unset VLLM_USE_V2_MODEL_RUNNER, and switch off what needs V1",
+        )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise refusal(
+            "the hybrid KV cache manager",
+            "off",
+            "on",
+            "remove --disable-hybrid-kv-cache-manager",
+        )
+
+
+def _check_parallelism(vllm_config: "VllmConfig") -> None:
+    parallel = vllm_config.parallel_config
+    for flag, size in (
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise refusal(flag, size, "1", "use tensor or data parallelism instead")
+
+
+def _check_engine(vllm_config: "VllmConfig") -> None:
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is not None and mode.name == "FULL":
+        raise refusal(
+            "cudagraph_mode",
+            "FULL",
+            "FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE, NONE",
+            "use FULL_AND_PIECEWISE",
+        )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise refusal(
+            "--enable-sleep-mode",
+            "on",
+            "off",
+            "remove it: a sleeping engine drops device memory that the host pool's "
+            "bookkeeping still refers to",
+        )
+    dtype = vllm_config.cache_config.cache_dtype
+    if dtype not in _CACHE_DTYPES:
+        raise refusal(
+            "--kv-cache-dtype",
+            dtype,
+            ", ".join(_CACHE_DTYPES),
+            "use fp8, or leave it out",
+        )
+    layout = envs.VLLM_KV_CACHE_LAYOUT
+    if layout is not None and layout not in _LAYOUTS:
+        raise refusal(
+            "VLLM_KV_CACHE_LAYOUT", layout, ", ".join(_LAYOUTS), "unset the variable"
+        )
+    if vllm_config.cache_config.user_specified_block_size:
+        check_block_size(vllm_config.cache_config.block_size)
+
+
+def _topk(vllm_config: "VllmConfig") -> int:
+    model = vllm_config.model_config
+    topk = model and getattr(model.hf_text_config, "index_topk", None)
+    if not topk:
+        raise refusal(
+            "index_topk of the model",
+            "missing" if topk is None else topk,
+            "1 or more",
+            "serve a DeepSeek sparse attention model (GLM-5, DeepSeek V3.2), or "
+            "remove the HiSparse settings",
+        )
+    query_rows = 1 + vllm_config.num_speculative_tokens
+    if query_rows * topk > MAX_SELECTED_ROWS:
+        raise refusal(
+            "num_speculative_tokens",
+            f"{query_rows - 1}, which with top-k {topk} selects "
+            f"{query_rows * topk:,} rows a step",
+            f"up to {MAX_SELECTED_ROWS // topk - 1}",
+            "draft fewer tokens",
+        )
+    return topk
+
+
+def _device_buffer_size(
+    options: dict[str, Any], topk: int, block_size: int | None
+) -> int:
+    size = options.get("device_buffer_size")
+    if size is None:
+        size = 2 * topk
+    if type(size) is not int or not topk <= size <= MAX_HOT_ROWS:
+        raise refusal(
+            "hisparse_config.device_buffer_size",
+            repr(size),
+            f"whole numbers from {topk} (the model's top-k) to {MAX_HOT_ROWS:,}",
+            f"leave it out for the default, {2 * topk}",
+        )
+    if block_size is None:
+        return size
+    rows = hot_rows(size, block_size)
+    if rows != size:
+        logger.warning(
+            "HiSparse: device_buffer_size %d is not a multiple of the block size %d; "
+            "%d is used",
+            size,
+            block_size,
+            rows,
+        )
+    return rows
+
+
+def _host_pool_gib(setting: str, value: Any) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise refusal(
+            setting,
+            repr(value),
+            "a number of GiB above 0",
+            "set it to the main memory that the host pool may take",
+        )
+    return float(value)
+
+
+def _check_available_ram(settings: HiSparseSettings, setting: str, pools: int) -> None:
+    available = available_ram_bytes()
+    # Every data-parallel replica of this node has a pool of its own.
+    wanted = settings.host_pool_bytes * max(1, pools)
+    if available is not None and wanted > available:
+        each = f" for each of {pools} replicas" if pools > 1 else ""
+        raise refusal(
+            setting,
+            f"{settings.host_pool_gib:g} GiB{each}, {wanted / GIB:.2f} GiB in all",
+            f"up to the available main memory, {available / GIB:.2f} GiB",
+            "make the pool smaller, or free main memory",
+        )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""vLLM's block manager of the DSA group, with the device pool behind it (D6-D8).
+
+vLLM's blocks are pages of the host pool. This manager gives each page of a running
+request a frame on the device, and answers "does it fit" for both pools.
+"""
+
+from collections.abc import Sequence
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from ..capacity import PoolPlan
+from ..residency import Residency, ResidencyConfig
+from .spec import HiSparsePageSpec
+
+# More blocks than any host pool has: vLLM compares it with its free blocks.
+DOES_NOT_FIT = 1 << 62
+
+
+def residency_config(plan: PoolPlan, num_ranks: int = 1) -> ResidencyConfig:
+    """Sizes of the residency core for a plan of the pools."""
+    return ResidencyConfig(
+        num_blocks=plan.num_blocks,
+        num_stacks=plan.device.num_stacks,
+        lease_blocks=plan.lease_blocks,
+        num_rows=plan.mixed_rows,
+        window_pages=plan.pages(plan.limits.window_tokens),
+        num_ranks=num_ranks,
+    )
+
+
+class HiSparseManager(FullAttentionManager):
+    """Allocates host pages as vLLM's blocks, and a frame for each (D8)."""
+
+    def __init__(self, kv_cache_spec, block_pool, *args, **kwargs) -> None:
+        super().__init__(kv_cache_spec, block_pool, *args, **kwargs)
+        # Host ids must never be zeroed as device blocks.
+        assert not self.records_new_block_ids
+        self.residency = Residency(
+            residency_config(kv_cache_spec.plan, kv_cache_spec.num_ranks),
+            hold=self._hold_page,
+            unhold=self._unhold_page,
+        )
+        self._promised_pages: dict[str, int] = {}
+        self._known: set[str] = set()
+
+    # --- references of copies in flight (R5) ------------------------------------
+
+    def _hold_page(self, page_id: int) -> None:
+        self.block_pool.touch([self.block_pool.blocks[page_id]])
+
+    def _unhold_page(self, page_id: int) -> None:
+        self.block_pool.free_blocks([self.block_pool.blocks[page_id]])
+
+    # --- allocation -----------------------------------------------------------
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+    ) -> int:
+        """Host pages to allocate, or more than there are if the device is short."""
+        host_pages = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+        )
+        num_pages = cdiv(num_tokens, self.block_size)
+        if apply_admission_cap:
+            # The gate for whole sequences; also asked about running requests, whose
+            # pages were counted when they were admitted.
+            if request_id not in self._known:
+                if not self.residency.can_admit(num_pages):
+                    return DOES_NOT_FIT
+                self._promised_pages[request_id] = num_pages
+            return host_pages
+        held = len(self.req_to_blocks.get(request_id, ()))
+        new = max(num_pages - held - len(new_computed_blocks), 0)
+        hits = [block.block_id for block in new_computed_blocks]
+        if not self._make_room(new, hits):
+            return DOES_NOT_FIT
+        return host_pages
+
+    def _make_room(self, num_new: int, hits: list[int]) -> bool:
+        residency = self.residency
+        frames = num_new * residency.config.frame_blocks
+        if not frames and not hits:
+            return True
+        # Making room takes evictable frames, maybe of these hits: then they cost
+        # more, and one more turn pays for it.
+        for _ in range(2):
+            cost = frames + residency.cost_of_hits(hits)
+            if not residency.make_room(cost):
+                return False
+            if residency.num_free >= frames + residency.cost_of_hits(hits):
+                return True
+        return False
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+        self._add_request(request_id, len(new_computed_blocks))
+        hits = [block.block_id for block in new_computed_blocks]
+        self.residency.adopt(request_id, hits)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        new_blocks = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        self._add_request(request_id, len(new_blocks))
+        self.residency.append(request_id, [block.block_id for block in new_blocks])
+        return new_blocks
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        # Imports would land in host pages; configuration refuses other connectors.
+        assert num_external_computed_tokens == 0
+
+    def _add_request(self, request_id: str, num_pages: int) -> None:
+        if request_id not in self._known:
+            self._known.add(request_id)
+            promised = self._promised_pages.pop(request_id, 0)
+            self.residency.add_request(request_id, max(promised, num_pages))
+
+    # --- sealing and release ----------------------------------------------------
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Full attention skips nothing; the frontier seals pages (R6)."""
+        self.residency.seal(request_id, processed_computed_tokens // self.block_size)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._promised_pages.pop(request_id, None)
+        if request_id in self._known:
+            self._known.remove(request_id)
+            self.residency.release(request_id, self._is_published)
+        return super().pop_blocks_for_free(request_id)
+
+    def _is_published(self, page_id: int) -> bool:
+        return self.block_pool.blocks[page_id].block_hash is not None
+
+    def may_gain_room(self) -> bool:
+        """Whether write-backs under way will make blocks available (D14)."""
+        return self.residency.may_gain_room()
+
+    # --- what vLLM shows of the device -------------------------------------------
+
+    @property
+    def usage(self) -> float:
+        """Share of the device pool that cannot be had at once, 0 to 1."""
+        blocks = self.residency.config.num_blocks - 1
+        return 1.0 - self.residency.num_free / blocks
+
+    def gauges(self) -> dict[str, int | float]:
+        """Values of `metrics.GAUGES`."""
+        mixed = self.residency.num_leases
+        return {
+            "host_pool_usage": self.block_pool.get_usage(),
+            "pending_transfers": self.residency.num_pending,
+            "requests_full": len(self._known) - mixed,
+            "requests_mixed": mixed,
+        }
+
+    def forget_cached(self) -> None:
+        """Drop device copies of cached prefixes, before the cache is reset."""
+        self.residency.forget_all()
+
+
+def register() -> None:
+    """Make vLLM choose this manager for `HiSparsePageSpec` (D8).
+
+    The registry fills itself only while it is empty, so vLLM's own specs come first.
+    """
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(HiSparsePageSpec, HiSparseManager, FullAttentionSpec)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Invariants of `Residency`, checked from scratch (R1, R2, R8).
+
+Proportional to everything there is: for tests and debugging.
+"""
+
+from collections import Counter
+
+from .pool import NULL_BLOCK
+from .residency import Page, PageState, Residency
+
+
+def check_integrity(residency: Residency) -> None:
+    """Check that the books balance.
+
+    Raises:
+        AssertionError: An invariant does not hold; the message names it.
+    """
+    _check_blocks(residency)
+    _check_frames(residency)
+    _check_requests(residency)
+    _check_transfers(residency)
+
+
+def _check_blocks(residency: Residency) -> None:
+    """R8: every block but the null block is in exactly one place."""
+    places = Counter(residency._blocks.free_blocks())
+    for page in residency._pages.values():
+        places.update(page.latent_blocks)
+        if page.indexer_block:
+            places[page.indexer_block] += 1
+    for request in residency._requests.values():
+        if request.lease is not None:
+            places.update(request.lease.blocks)
+            assert len(request.lease.blocks) == residency.config.lease_blocks
+    expected = Counter(range(NULL_BLOCK + 1, residency.config.num_blocks))
+    assert places == expected, f"blocks lost or held twice: {places - expected}"
+
+
+def _check_frames(residency: Residency) -> None:
+    frames = [page.frame_id for page in residency._pages.values()]
+    assert sorted(frames + residency._free_frames) == list(
+        range(1, residency.config.num_blocks)
+    ), "frames lost or used twice"
+    for page_id, page in residency._pages.items():
+        assert page.page_id == page_id
+        assert len(page.latent_blocks) in (0, residency.config.num_stacks)
+        _check_page(residency, page)
+    latents = {p.page_id for p in residency._pages.values() if _latents_may_go(p)}
+    assert latents == set(residency._evictable_latents), "evictable latents"
+    indexers = {p.page_id for p in residency._pages.values() if _indexer_may_go(p)}
+    assert indexers == set(residency._evictable_indexers), "evictable indexers"
+
+
+def _latents_may_go(page: Page) -> bool:
+    leased = all(owner.lease is not None for owner, _ in page.owners.values())
+    return page.state is PageState.CLEAN and bool(page.latent_blocks) and leased
+
+
+def _indexer_may_go(page: Page) -> bool:
+    return (
+        page.state is PageState.CLEAN and bool(page.indexer_block) and not page.owners
+    )
+
+
+def _check_page(residency: Residency, page: Page) -> None:
+    whole = bool(page.indexer_block) and bool(page.latent_blocks)
+    if page.state is not PageState.CLEAN:
+        assert whole, f"page {page.page_id} lost a frame that is not clean (R1)"
+    for owner, index in page.owners.values():
+        assert owner.pages[index] is page
+        assert page.indexer_block, f"page {page.page_id} of a request lost its indexer"
+        if owner.lease is None:
+            assert whole, f"page {page.page_id} went before the lease came (R2)"
+    assert page.owners or whole or page.latent_blocks or page.indexer_block
+    if not page.owners and page.state is PageState.DIRTY:
+        assert page.is_queued, f"page {page.page_id} is dirty and nobody's"
+
+
+def _check_requests(residency: Residency) -> None:
+    promised, rows = 0, list(residency._free_rows)
+    for request_id, request in residency._requests.items():
+        promised += residency.config.steady_blocks(request.num_promised)
+        if request.lease is not None:
+            rows.append(request.lease.row)
+        for page in request.pages:
+            assert residency._pages[page.page_id] is page
+            assert page.owners[request_id][0] is request
+        clean = [p for p in request.pages if p.state is PageState.CLEAN]
+        resident = sum(bool(p.latent_blocks) for p in clean)
+        assert request.num_convertible == resident, (request_id, resident)
+    assert promised == residency._promised_blocks
+    pages = sum(r.num_promised for r in residency._requests.values())
+    assert pages == residency._promised_pages
+    assert sorted(rows) == list(range(residency.config.num_rows))
+
+
+def _check_transfers(residency: Residency) -> None:
+    pending = {p.page_id for p, _ in residency._transfers.values()}
+    states = {
+        p.page_id for p in residency._pages.values() if p.state is PageState.PENDING
+    }
+    assert pending == states and len(pending) == len(residency._transfers)
+    queued = [page.page_id for page in residency._to_write]
+    flags = [p.page_id for p in residency._pages.values() if p.is_queued]
+    assert sorted(queued) == sorted(flags), "write-back queue"

@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Which pages are on the device, and who may take their blocks (D6-D15, R1-R8).
+
+A buffer manager in the classic shape. Pages live in the host pool and are named by
+their place there. A page's *frame* holds it on the device: one block for all its
+indexers and one for each stack of latent layers. A request that gives its cold
+pages away holds a *hot lease* first.
+
+Pure bookkeeping: ids come in, a `StepUpdate` goes out, copies are acknowledged from
+outside. Nothing here knows tensors, clocks or vLLM. The work of a step is
+proportional to what changed in it, not to the length of any context.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .messages import INDEXER_ONLY, HotLease, PageCopy, RequestUpdate, StepUpdate
+from .pool import NULL_BLOCK, BlockAllocator
+
+
+class PageState(Enum):
+    """How the host copy of a page stands."""
+
+    DIRTY = "dirty"  # there is none
+    PENDING = "pending"  # it is under way
+    CLEAN = "clean"  # it is complete, on every rank
+
+
+@dataclass(eq=False)
+class Page:
+    """A page that has a frame; one without is clean and on the host only.
+
+    Attributes:
+        page_id: Place in the host pool.
+        frame_id: Index of its frame.
+        state: State of the host copy.
+        indexer_block: Block of its indexers, 0 if it was given up.
+        latent_blocks: Block of each stack, empty if they were given up.
+        owners: Running requests that list the page, each with the page's index there.
+        is_queued: Waits for its write-back to be issued.
+    """
+
+    page_id: int
+    frame_id: int
+    state: PageState
+    indexer_block: int
+    latent_blocks: tuple[int, ...]
+    owners: dict[str, tuple["RequestPages", int]] = field(default_factory=dict)
+    is_queued: bool = False
+
+    @property
+    def entry(self) -> int:
+        """What the owners' tables say of the page (D18)."""
+        return self.frame_id if self.latent_blocks else INDEXER_ONLY - self.frame_id
+
+
+@dataclass(eq=False)
+class RequestPages:
+    """A running request.
+
+    Attributes:
+        pages: Its pages, in order.
+        num_sealed: Leading pages that no step will write again (R6).
+        num_sent: Leading pages whose frames the workers know.
+        num_promised: Pages that admission counted for it.
+        num_convertible: Clean pages with latents on the device, were it to hold a
+            lease; an estimate where pages are shared.
+        lease: The hot lease, if it holds one.
+    """
+
+    request_id: str
+    num_promised: int
+    pages: list[Page] = field(default_factory=list)
+    num_sealed: int = 0
+    num_sent: int = 0
+    num_convertible: int = 0
+    lease: HotLease | None = None
+
+
+@dataclass(frozen=True)
+class ResidencyConfig:
+    """Sizes of the device pool and of what is taken from it.
+
+    Attributes:
+        num_blocks: Blocks of the device pool, the null block included.
+        num_stacks: Blocks of a frame beside the indexers' one.
+        lease_blocks: Blocks of a hot lease.
+        num_rows: Requests that can hold a lease at once.
+        tail_pages: Pages that a request writes in one decode step.
+        window_pages: Pages that the steps in flight can write, all together (D14).
+        num_ranks: Ranks that acknowledge each write-back.
+        write_back_budget: Write-backs issued in one step.
+    """
+
+    num_blocks: int
+    num_stacks: int
+    lease_blocks: int
+    num_rows: int
+    tail_pages: int = 2
+    window_pages: int = 0
+    num_ranks: int = 1
+    write_back_budget: int = 1 << 30
+
+    @property
+    def frame_blocks(self) -> int:
+        """Blocks of a whole frame."""
+        return 1 + self.num_stacks
+
+    def steady_blocks(self, num_pages: int) -> int:
+        """Blocks that a request of so many pages can be brought down to."""
+        mixed = num_pages + self.lease_blocks + self.tail_pages * self.frame_blocks
+        return min(num_pages * self.frame_blocks, mixed)
+
+
+def _ignore(page_id: int) -> None:
+    pass
+
+
+class Residency:
+    """The device pool's frames and leases, and the pages in them.
+
+    Args:
+        config: Sizes.
+        hold: Called when a page's host copy starts to be needed by a write-back:
+            the host pool must not hand the page out (R5).
+        unhold: Called when it is no longer needed.
+    """
+
+    def __init__(
+        self,
+        config: ResidencyConfig,
+        hold: Callable[[int], None] = _ignore,
+        unhold: Callable[[int], None] = _ignore,
+    ) -> None:
+        self.config = config
+        self._hold, self._unhold = hold, unhold
+        self._blocks = BlockAllocator(config.num_blocks)
+        # Frame 0 is the null frame, as block 0 is the null block.
+        self._free_frames = list(range(config.num_blocks - 1, 0, -1))
+        self._free_rows = list(range(config.num_rows - 1, -1, -1))
+        self._pages: dict[int, Page] = {}
+        self._requests: dict[str, RequestPages] = {}
+        # Clean parts whose blocks may be taken, least recently used first (D13).
+        self._evictable_latents: OrderedDict[int, Page] = OrderedDict()
+        self._evictable_indexers: OrderedDict[int, Page] = OrderedDict()
+        self._to_write: deque[Page] = deque()
+        self._transfers: dict[int, tuple[Page, set[int]]] = {}
+        self._next_transfer = 0
+        self._promised_blocks = 0
+        self._promised_pages = 0
+        self._update = StepUpdate()
+
+    # --- capacity -------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had at once: free ones and evictable ones."""
+        return (
+            len(self._blocks)
+            + len(self._evictable_latents) * self.config.num_stacks
+            + len(self._evictable_indexers)
+        )
+
+    @property
+    def num_pending(self) -> int:
+        """Pages whose write-back is queued or under way."""
+        return len(self._to_write) + len(self._transfers)
+
+    @property
+    def num_leases(self) -> int:
+        """Requests that hold a hot lease."""
+        return self.config.num_rows - len(self._free_rows)
+
+    def may_gain_room(self) -> bool:
+        """Whether write-backs under way will make blocks available."""
+        return self.num_pending > 0
+
+    def can_admit(self, num_pages: int) -> bool:
+        """Whether a request of so many pages fits at steady state (D14).
+
+        Every admitted request counts with what it can be brought down to; the
+        pages that steps in flight write count once for all of them. What fits whole
+        needs neither.
+        """
+        config = self.config
+        steady = self._promised_blocks + config.steady_blocks(num_pages)
+        steady += config.window_pages * config.num_stacks
+        whole = (self._promised_pages + num_pages) * config.frame_blocks
+        return not self._requests or min(steady, whole) < config.num_blocks
+
+    def cost_of_hits(self, page_ids: Iterable[int]) -> int:
+        """Free blocks that adopting these pages takes, restored parts included."""
+        config, cost = self.config, 0
+        for page_id in page_ids:
+            page = self._pages.get(page_id)
+            if page is None:
+                cost += config.frame_blocks
+                continue
+            if not page.latent_blocks or page_id in self._evictable_latents:
+                cost += config.num_stacks
+            if not page.indexer_block or page_id in self._evictable_indexers:
+                cost += 1
+        return cost
+
+    def make_room(self, blocks: int) -> bool:
+        """Make requests give pages away until so many blocks are free (D12).
+
+        Each step takes the request whose conversion frees most; it gets its lease
+        before any of its pages may go (R2). One lease more is kept free, or nobody
+        could be converted; it is given up only when no write-back is under way that
+        would make room.
+
+        Returns:
+            Whether the blocks may be taken now.
+        """
+        reserve = self.config.lease_blocks
+        while self.num_free < blocks + reserve:
+            request = self._best_conversion()
+            if request is None:
+                break
+            self._grant_lease(request)
+        if self.num_free >= blocks + reserve or not self._needs_reserve():
+            return self.num_free >= blocks
+        return self.num_free >= blocks and not self.may_gain_room()
+
+    def _needs_reserve(self) -> bool:
+        """Whether a request without a lease has more to give than a lease takes."""
+        stacks, lease = self.config.num_stacks, self.config.lease_blocks
+        return any(
+            r.lease is None and len(r.pages) * stacks > lease
+            for r in self._requests.values()
+        )
+
+    def _best_conversion(self) -> RequestPages | None:
+        config = self.config
+        if not self._free_rows or self.num_free < config.lease_blocks:
+            return None
+        candidates = (r for r in self._requests.values() if r.lease is None)
+        best = max(candidates, key=lambda r: r.num_convertible, default=None)
+        if best is None:
+            return None
+        gain = best.num_convertible * config.num_stacks - config.lease_blocks
+        return best if gain > 0 else None
+
+    # --- requests -------------------------------------------------------------
+
+    def add_request(self, request_id: str, num_promised: int) -> None:
+        """Start to keep a request's pages.
+
+        Args:
+            request_id: Not known yet, or released.
+            num_promised: Pages that it will want, as far as admission knows.
+        """
+        assert request_id not in self._requests, request_id
+        request = RequestPages(request_id, num_promised)
+        self._requests[request_id] = request
+        self._promised_blocks += self.config.steady_blocks(num_promised)
+        self._promised_pages += num_promised
+        self._update.requests[request_id] = RequestUpdate(start=0)
+
+    def append(self, request_id: str, page_ids: Iterable[int]) -> None:
+        """Give a request new pages with frames of their own, not yet written.
+
+        The blocks must have been made free before (`make_room`).
+        """
+        request = self._requests[request_id]
+        for page_id in page_ids:
+            self.forget(page_id)
+            blocks = self._take(self.config.frame_blocks)
+            page = self._new_page(page_id, PageState.DIRTY, blocks[0], blocks[1:])
+            self._own(request, page)
+
+    def adopt(self, request_id: str, page_ids: list[int]) -> None:
+        """Give a request pages that hold its prefix already.
+
+        Frames that are still there are taken over; missing parts are restored from
+        the host before the step's forward.
+        """
+        request = self._requests[request_id]
+        # All hits first: allocating for one must not evict the next.
+        hits = [self._pages.get(page_id) for page_id in page_ids]
+        for page in hits:
+            if page is not None:
+                self._evictable_latents.pop(page.page_id, None)
+                self._evictable_indexers.pop(page.page_id, None)
+        for page_id, page in zip(page_ids, hits):
+            if page is None:
+                page = self._new_page(page_id, PageState.CLEAN, NULL_BLOCK, ())
+            self._restore_missing(page)
+            self._own(request, page)
+
+    def seal(self, request_id: str, num_pages: int) -> None:
+        """Note that no step will write a request's first pages again (R3, R6)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        for page in request.pages[request.num_sealed : num_pages]:
+            self._queue(page)
+        request.num_sealed = max(request.num_sealed, min(num_pages, len(request.pages)))
+
+    def release(self, request_id: str, published: Callable[[int], bool]) -> None:
+        """Stop keeping a request's pages: it finished, was aborted or preempted.
+
+        Args:
+            request_id: The request.
+            published: Whether a page can be hit by its hash. A page that can keeps
+                its frame until it is clean (R7); another dirty one loses it.
+        """
+        request = self._requests.pop(request_id)
+        self._promised_blocks -= self.config.steady_blocks(request.num_promised)
+        self._promised_pages -= request.num_promised
+        self._update.requests.pop(request_id, None)
+        if request.lease is not None:
+            self._blocks.give_back(request.lease.blocks)
+            self._free_rows.append(request.lease.row)
+        # Tail first, so that the heads of prefixes stay longest.
+        for page in reversed(request.pages):
+            del page.owners[request_id]
+            if page.owners:
+                self._offer(page)
+            elif page.state is PageState.DIRTY and not published(page.page_id):
+                self._cancel(page)
+                self._drop(page)
+            else:
+                if page.state is PageState.DIRTY:
+                    self._queue(page)
+                self._offer(page)
+
+    def forget(self, page_id: int) -> None:
+        """Drop what is left of a page whose place is handed out anew."""
+        page = self._pages.get(page_id)
+        if page is not None:
+            assert not page.owners, (page_id, list(page.owners))
+            assert page.state is not PageState.PENDING, page_id
+            self._cancel(page)
+            self._drop(page)
+
+    def forget_all(self) -> None:
+        """Drop every page that no request owns and no copy in flight reads."""
+        for page in list(self._pages.values()):
+            if not page.owners and page.state is not PageState.PENDING:
+                self._cancel(page)
+                self._drop(page)
+
+    # --- copies ---------------------------------------------------------------
+
+    def acknowledge(self, transfer_id: int, ranks: Iterable[int]) -> bool:
+        """Note that ranks completed a write-back; unknown transfers are ignored.
+
+        Returns:
+            Whether the page is clean now (R1: on every rank).
+        """
+        if transfer_id not in self._transfers:
+            return False
+        page, done = self._transfers[transfer_id]
+        done.update(ranks)
+        if len(done) < self.config.num_ranks:
+            return False
+        del self._transfers[transfer_id]
+        page.state = PageState.CLEAN
+        for owner, _ in page.owners.values():
+            owner.num_convertible += 1
+        self._offer(page)
+        self._unhold(page.page_id)
+        return True
+
+    def take_update(self) -> StepUpdate:
+        """Hand out everything that changed since the last call."""
+        for _ in range(min(self.config.write_back_budget, len(self._to_write))):
+            self._issue(self._to_write.popleft())
+        update, self._update = self._update, StepUpdate()
+        for request_id, change in update.requests.items():
+            request = self._requests[request_id]
+            change.entries = [page.entry for page in request.pages[change.start :]]
+            request.num_sent = len(request.pages)
+        return update
+
+    def _issue(self, page: Page) -> None:
+        page.is_queued = False
+        page.state = PageState.PENDING
+        transfer_id = self._next_transfer
+        self._next_transfer += 1
+        self._transfers[transfer_id] = (page, set())
+        self._update.write_backs.append(
+            PageCopy(transfer_id, page.page_id, page.indexer_block, page.latent_blocks)
+        )
+
+    def _queue(self, page: Page) -> None:
+        if page.state is PageState.DIRTY and not page.is_queued:
+            page.is_queued = True
+            self._to_write.append(page)
+            self._hold(page.page_id)
+
+    def _cancel(self, page: Page) -> None:
+        if page.is_queued:
+            page.is_queued = False
+            self._to_write.remove(page)
+            self._unhold(page.page_id)
+
+    # --- frames ---------------------------------------------------------------
+
+    def _new_page(
+        self, page_id: int, state: PageState, indexer: int, latents: tuple[int, ...]
+    ) -> Page:
+        page = Page(page_id, self._free_frames.pop(), state, indexer, latents)
+        self._pages[page_id] = page
+        self._frame_changed(page)
+        return page
+
+    def _frame_changed(self, page: Page) -> None:
+        latents = page.latent_blocks or (NULL_BLOCK,) * self.config.num_stacks
+        self._update.frames[page.frame_id] = (page.indexer_block, *latents)
+        for owner, index in page.owners.values():
+            if index < owner.num_sent:
+                self._changed(owner).changed[index] = page.entry
+
+    def _own(self, request: RequestPages, page: Page) -> None:
+        assert request.request_id not in page.owners, page.page_id
+        page.owners[request.request_id] = (request, len(request.pages))
+        request.pages.append(page)
+        if page.state is PageState.CLEAN:
+            request.num_convertible += 1
+            self._offer(page)
+        self._changed(request)
+
+    def _changed(self, request: RequestPages) -> RequestUpdate:
+        return self._update.requests.setdefault(
+            request.request_id, RequestUpdate(start=request.num_sent)
+        )
+
+    def _restore_missing(self, page: Page) -> None:
+        indexer: tuple[int, ...] = ()
+        latents: tuple[int, ...] = ()
+        if not page.indexer_block:
+            indexer = self._take(1)
+            page.indexer_block = indexer[0]
+        if not page.latent_blocks:
+            latents = page.latent_blocks = self._take(self.config.num_stacks)
+            for owner, _ in page.owners.values():
+                owner.num_convertible += 1
+        if indexer or latents:
+            assert page.state is PageState.CLEAN, page.page_id
+            self._frame_changed(page)
+            block = indexer[0] if indexer else NULL_BLOCK
+            self._update.restores.append(PageCopy(-1, page.page_id, block, latents))
+
+    def _offer(self, page: Page) -> None:
+        """Make evictable what may go: R1 (clean), R2 (every owner has its lease)."""
+        if page.state is not PageState.CLEAN:
+            return
+        leased = all(owner.lease is not None for owner, _ in page.owners.values())
+        if page.latent_blocks and leased:
+            self._evictable_latents[page.page_id] = page
+        if page.indexer_block and not page.owners:
+            self._evictable_indexers[page.page_id] = page
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        while len(self._blocks) < count:
+            if self._evictable_latents:
+                _, page = self._evictable_latents.popitem(last=False)
+                self._lose_latents(page)
+            else:
+                _, page = self._evictable_indexers.popitem(last=False)
+                self._lose_indexer(page)
+            if not page.latent_blocks and not page.indexer_block:
+                self._drop(page)
+        return self._blocks.take(count)
+
+    def _lose_latents(self, page: Page) -> None:
+        self._blocks.give_back(page.latent_blocks)
+        page.latent_blocks = ()
+        for owner, _ in page.owners.values():
+            owner.num_convertible -= 1
+        self._frame_changed(page)
+
+    def _lose_indexer(self, page: Page) -> None:
+        self._blocks.give_back((page.indexer_block,))
+        page.indexer_block = NULL_BLOCK
+        self._frame_changed(page)
+
+    def _drop(self, page: Page) -> None:
+        """Take a page's frame away; its host copy, if any, is all that is left."""
+        assert not page.owners and not page.is_queued, page.page_id
+        self._evictable_latents.pop(page.page_id, None)
+        self._evictable_indexers.pop(page.page_id, None)
+        if page.latent_blocks:
+            self._lose_latents(page)
+        if page.indexer_block:
+            self._lose_indexer(page)
+        self._free_frames.append(page.frame_id)
+        del self._pages[page.page_id]
+
+    def _grant_lease(self, request: RequestPages) -> None:
+        blocks = self._take(self.config.lease_blocks)
+        request.lease = HotLease(self._free_rows.pop(), blocks)
+        self._changed(request).lease = request.lease
+        for page in reversed(request.pages):
+            self._offer(page)
