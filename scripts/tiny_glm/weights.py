@@ -192,9 +192,9 @@ def _head(draw: _Draw, sizes: TinyGlmSizes, embedding: np.ndarray) -> np.ndarray
     """The output matrix: loud for printable bytes, quiet for others, 0 for specials.
 
     So greedy text is printable, and no answer ends early because a special token won.
-    Each printable byte also favours its successor, round one cycle of all of them:
-    that is the part of the next token that an MTP layer can foresee, and a greedy text
-    that follows it does not fall into a short loop as that of a random model does.
+    Each printable byte also favours its successor, which is the part of the next token
+    that an MTP layer can foresee. The successors form one cycle of all these bytes, so
+    that a text that follows them is not in a short loop.
     """
     head = draw.from_hidden("lm_head.weight", VOCAB_SIZE, sizes.hidden, 1)
     printable = printable_ids()

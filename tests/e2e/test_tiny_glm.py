@@ -223,6 +223,12 @@ class TestOutput:
             end = text.new_tokens[-32:]
             assert all(end[period:] != end[:-period] for period in range(1, 17))
 
+    def test_the_next_token_depends_on_more_than_the_last_one(self, texts) -> None:
+        """Otherwise each token would have one successor only."""
+        for text in texts:
+            pairs = set(zip(text.new_tokens, text.new_tokens[1:], strict=False))
+            assert len(pairs) > 1.2 * len(set(text.new_tokens))
+
     def test_greedy_text_is_printable_and_does_not_end_early(self, texts) -> None:
         for text in texts:
             assert len(text.new_tokens) == NEW_TOKENS

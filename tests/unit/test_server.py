@@ -72,12 +72,37 @@ def test_its_children_are_ended_with_it(tmp_path: Path) -> None:
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_the_children_of_a_dead_server_are_ended_too(tmp_path: Path) -> None:
+def test_the_children_of_a_dead_server_are_ended_without_force(tmp_path: Path) -> None:
+    """They are asked at once, not left alone until their time is up."""
     with make_server(tmp_path, code(WITH_CHILD)) as server:
         wait_for(lambda: server.status() is not None)
         child = int(server.last_line())
         assert is_running(child)
+        start = time.monotonic()
     assert not is_running(child)
+    assert time.monotonic() - start < 5
+
+
+def test_a_child_that_ignores_the_request_is_killed(tmp_path: Path) -> None:
+    parent = f"""
+        import subprocess, sys
+        stubborn = subprocess.Popen({code(STUBBORN, SLEEP)!r}, stdout=subprocess.PIPE)
+        stubborn.stdout.readline()
+        print(stubborn.pid, flush=True)
+    """
+    with make_server(tmp_path, code(parent), grace_s=0.3) as server:
+        wait_for(lambda: server.status() is not None)
+        child = int(server.last_line())
+        assert is_running(child)
+    assert not is_running(child)
+
+
+def test_no_zombie_of_its_children_is_left(tmp_path: Path) -> None:
+    """Orphans become this process's children, which has to reap them."""
+    with make_server(tmp_path, code(WITH_CHILD)) as server:
+        wait_for(lambda: server.status() is not None)
+        child = int(server.last_line())
+    assert not Path(f"/proc/{child}").exists()
 
 
 def test_one_that_ignores_the_request_is_killed(tmp_path: Path) -> None:
