@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Free blocks of the device pool (D7)."""
 
+from collections import deque
 from collections.abc import Iterable
 
 NULL_BLOCK = 0
@@ -22,8 +23,8 @@ class BlockAllocator:
                 "block and one to hand out"
             )
         self.num_blocks = num_blocks
-        # A dict keeps insertion order and finds double frees.
-        self._free: dict[int, None] = dict.fromkeys(range(1, num_blocks))
+        self._free = deque(range(1, num_blocks))
+        self._is_free = bytearray(b"\1" * num_blocks)
 
     def __len__(self) -> int:
         """Number of free blocks."""
@@ -32,18 +33,18 @@ class BlockAllocator:
     def take(self, count: int) -> tuple[int, ...]:
         """Take `count` blocks, those that have been free for longest first."""
         assert count <= len(self._free), (count, len(self._free))
-        free = iter(self._free)
-        blocks = tuple(next(free) for _ in range(count))
+        blocks = tuple(self._free.popleft() for _ in range(count))
         for block in blocks:
-            del self._free[block]
+            self._is_free[block] = False
         return blocks
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """Return blocks to the pool."""
         for block in blocks:
             assert NULL_BLOCK < block < self.num_blocks, block
-            assert block not in self._free, f"block {block} is freed twice"
-            self._free[block] = None
+            assert not self._is_free[block], f"block {block} is freed twice"
+            self._is_free[block] = True
+            self._free.append(block)
 
     def free_blocks(self) -> set[int]:
         """The free block ids, for integrity checks."""

@@ -295,11 +295,11 @@ class Residency:
     def seal(self, request_id: str, num_pages: int) -> None:
         """Note that no step will write a request's first pages again (R3, R6)."""
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or num_pages <= request.num_sealed:
             return
         for page in request.pages[request.num_sealed : num_pages]:
             self._queue(page)
-        request.num_sealed = max(request.num_sealed, min(num_pages, len(request.pages)))
+        request.num_sealed = min(num_pages, len(request.pages))
 
     def release(self, request_id: str, published: Callable[[int], bool]) -> None:
         """Stop keeping a request's pages: it finished, was aborted or preempted.

@@ -84,7 +84,9 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Find the manager whose pages this connector moves."""
-        (manager,) = kv_cache_manager.coordinator.single_type_managers
+        coordinator = kv_cache_manager.coordinator
+        (manager,) = coordinator.single_type_managers
+        manager.num_reprefillable_tokens = coordinator.num_reprefillable_tokens
         self._manager = kv_cache_manager.hisparse = manager
 
     @property

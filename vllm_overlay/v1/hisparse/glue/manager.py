@@ -48,6 +48,8 @@ class HiSparseManager(FullAttentionManager):
         )
         self._promised_pages: dict[str, int] = {}
         self._known: set[str] = set()
+        # Computed tokens that a multi-module drafter may still write again (R6).
+        self.num_reprefillable_tokens = 0
 
     # --- references of copies in flight (R5) ------------------------------------
 
@@ -70,6 +72,10 @@ class HiSparseManager(FullAttentionManager):
         apply_admission_cap: bool = False,
     ) -> int:
         """Host pages to allocate, or more than there are if the device is short."""
+        num_pages = cdiv(num_tokens, self.block_size)
+        held = len(self.req_to_blocks.get(request_id, ()))
+        if held >= num_pages and request_id in self._known:
+            return 0  # what most requests ask in most steps
         host_pages = super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -79,7 +85,6 @@ class HiSparseManager(FullAttentionManager):
             num_tokens_main_model,
             apply_admission_cap,
         )
-        num_pages = cdiv(num_tokens, self.block_size)
         if apply_admission_cap:
             # The gate for whole sequences; also asked about running requests, whose
             # pages were counted when they were admitted.
@@ -88,7 +93,6 @@ class HiSparseManager(FullAttentionManager):
                     return DOES_NOT_FIT
                 self._promised_pages[request_id] = num_pages
             return host_pages
-        held = len(self.req_to_blocks.get(request_id, ()))
         new = max(num_pages - held - len(new_computed_blocks), 0)
         hits = [block.block_id for block in new_computed_blocks]
         if not self._make_room(new, hits):
@@ -133,8 +137,9 @@ class HiSparseManager(FullAttentionManager):
         new_blocks = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
-        self._add_request(request_id, len(new_blocks))
-        self.residency.append(request_id, [block.block_id for block in new_blocks])
+        if new_blocks:
+            self._add_request(request_id, len(new_blocks))
+            self.residency.append(request_id, [block.block_id for block in new_blocks])
         return new_blocks
 
     def allocate_external_computed_blocks(
@@ -161,7 +166,8 @@ class HiSparseManager(FullAttentionManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Full attention skips nothing; the frontier seals pages (R6)."""
-        self.residency.seal(request_id, processed_computed_tokens // self.block_size)
+        settled = max(0, processed_computed_tokens - self.num_reprefillable_tokens)
+        self.residency.seal(request_id, settled // self.block_size)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._promised_pages.pop(request_id, None)
