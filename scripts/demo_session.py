@@ -41,7 +41,7 @@ BLOCK_SIZE = 64
 # have 107.
 _LONGEST_PARENT = 40
 # The kernels for GPUs are made for the head counts and the top-k of the real models.
-_CUDA_SIZES = {
+_CUDA_SIZES: dict[str, Any] = {
     "hidden": 512,
     "q_lora_rank": 512,
     "heads": 64,

@@ -31,7 +31,8 @@ VOCAB_SIZE = 320
 TOLERANCE = 1e-4
 
 DENSE = {"dtype": "float32", "index_topk": 4096, "context": 4096}
-SPARSE = {"dtype": "float32", "index_topk": 32}
+INDEX_TOPK = 32
+SPARSE = {"dtype": "float32", "index_topk": INDEX_TOPK}
 
 _TEXT = (
     "A page is sixty-four consecutive tokens of one prefix, in all layers; a row is "
@@ -174,13 +175,12 @@ class TestSparse:
     def test_every_token_selects_as_many_distinct_earlier_rows_as_it_may(
         self, answers
     ) -> None:
-        topk = SPARSE["index_topk"]
         for got in answers:
             for rows in got.selection.values():
                 for position, selected in enumerate(rows.tolist()):
                     kept = {row for row in selected if row != -1}
-                    assert len(kept) == min(topk, position + 1)
-                    assert len(kept) == topk - selected.count(-1)
+                    assert len(kept) == min(INDEX_TOPK, position + 1)
+                    assert len(kept) == INDEX_TOPK - selected.count(-1)
                     assert all(0 <= row <= position for row in kept)
 
     def test_given_the_same_rows_tokens_and_log_probabilities_are_the_same(
@@ -224,7 +224,7 @@ class TestSparse:
                 all_logprobs(reference, got.inputs)
             pairs = zip(got.selection[0].tolist(), own[0].tolist(), strict=True)
             for position, (rows, own_rows) in enumerate(pairs):
-                if position >= SPARSE["index_topk"]:
+                if position >= INDEX_TOPK:
                     shares.append(len(set(rows) & set(own_rows)) / len(own_rows))
         mean = sum(shares) / len(shares)
         record_property("mean_share", mean)

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ def test_a_signal_during_the_start_ends_it(
     """Ctrl-C while the child is being made: it arrives once the child is known."""
     original = subprocess.Popen
 
-    def interrupted(*args: object, **options: object) -> subprocess.Popen:
+    def interrupted(*args: Any, **options: Any) -> subprocess.Popen:
         os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **options)
 
@@ -146,6 +147,7 @@ def test_a_second_interrupt_does_not_abort_the_cleaning_up(tmp_path: Path) -> No
     script = f"""
         import os, sys, threading, signal, time
         from pathlib import Path
+from typing import Any
         from hisparse_tools.server import Server
         command = {code(STUBBORN, SLEEP)!r}
         with Server(command, Path("log"), os.environ, Path("."), 1.0) as server:
@@ -168,6 +170,7 @@ def test_an_owner_that_is_killed_outright_takes_it_along(tmp_path: Path) -> None
     script = f"""
         import os, time
         from pathlib import Path
+from typing import Any
         from hisparse_tools.server import Server
         command = {code("import time", SLEEP)!r}
         with Server(command, Path("log"), os.environ, Path(".")) as server:
