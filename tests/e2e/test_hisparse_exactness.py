@@ -6,7 +6,7 @@ One KV budget: without HiSparse it preempts, or keeps requests waiting; with HiS
 cold pages go to the host and everybody keeps running.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from engines import Engine, Engines, Generation
@@ -54,7 +54,7 @@ class Case:
     """
 
     format: str
-    options: tuple[tuple[str, object], ...] = ()
+    options: dict[str, object] = field(default_factory=dict)
     hot_rows: int | None = None
     delay_steps: int = 0
 
@@ -85,7 +85,7 @@ def expected(engines: Engines):
 
 
 def with_hisparse(engines: Engines, case: Case) -> Engine:
-    options = {**small_budget(case.format, 16), **CONNECTOR, **dict(case.options)}
+    options = {**small_budget(case.format, 16), **CONNECTOR, **case.options}
     if case.hot_rows:
         sizes = {"device_buffer_size": case.hot_rows}
         options["attention_config"] = {"hisparse_config": sizes}
@@ -105,21 +105,21 @@ def test_the_budget_is_too_small_without_hisparse(
     assert engine.counter("vllm:num_preemptions") - before >= 2
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("fp32"),
-        Case("fp32", hot_rows=32),
-        Case("fp32", delay_steps=1),
-        Case("fp32", options=(("async_scheduling", True),), delay_steps=3),
-        Case("fp32", options=(("block_size", 64),)),
-        Case("fp32", options=(("max_num_batched_tokens", 24),)),
-        Case("bf16"),
-        Case("fp8_ds_mla", delay_steps=1),
-    ],
-    ids=str,
-)
-def test_pressure_changes_no_bit(engines: Engines, case: Case, expected) -> None:
+CASES = {
+    "fp32": Case("fp32"),
+    "smallest-hot-buffer": Case("fp32", hot_rows=32),
+    "late-by-one": Case("fp32", delay_steps=1),
+    "late-by-three-async": Case("fp32", {"async_scheduling": True}, delay_steps=3),
+    "pages-of-64": Case("fp32", {"block_size": 64}),
+    "chunks-of-24": Case("fp32", {"max_num_batched_tokens": 24}),
+    "bf16": Case("bf16"),
+    "fp8-ds-mla-late-by-one": Case("fp8_ds_mla", delay_steps=1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pressure_changes_no_bit(engines: Engines, name: str, expected) -> None:
+    case = CASES[name]
     engine = with_hisparse(engines, case)
     before = engine.counter("vllm:num_preemptions")
     misses = engine.hot_misses
@@ -129,4 +129,21 @@ def test_pressure_changes_no_bit(engines: Engines, case: Case, expected) -> None
     for got, want in zip(actual, expected(case.format), strict=True):
         assert got.tokens == want.tokens
         assert got.logprobs == want.logprobs
+    engine.assert_drained()
+
+
+def test_state_rows_and_hot_rows_are_reused(engines: Engines, expected) -> None:
+    """Other requests, on the rows and blocks that the first ones left."""
+    engine = with_hisparse(engines, CASES["fp32"])
+    others = [prompt[::-1] for prompt in PROMPTS]
+    engine.generate(others, NEW_TOKENS)
+    misses = engine.hot_misses
+    again = engine.generate(PROMPTS, NEW_TOKENS, forget=False)
+    assert engine.hot_misses > misses
+    for got, want in zip(again, expected("fp32"), strict=True):
+        assert got.same_output(want)
+    hits = engine.generate(PROMPTS, NEW_TOKENS, forget=False)
+    assert max(g.num_cached_tokens for g in hits) >= 128
+    for got, want in zip(hits, expected("fp32"), strict=True):
+        assert got.same_output(want)
     engine.assert_drained()

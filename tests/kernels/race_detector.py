@@ -14,8 +14,10 @@ repeats in each thread.
 
 import sys
 from dataclasses import dataclass
+from types import FrameType
 
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -34,7 +36,7 @@ class Race:
 
 def _place() -> str:
     """File and line of the kernel statement that is running."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_filename
         if "triton" not in name and name != __file__:
@@ -109,10 +111,14 @@ class RaceDetector:
 
         for name, hook in zip(names, (load, store, barrier, set_grid_idx)):
             setattr(builder, name, hook)
+        # vLLM's CPU worker replaces the barrier by a function that does nothing.
+        self._barrier = tl.debug_barrier
+        tl.debug_barrier = tl.core.debug_barrier
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._end_program(new_launch=True)
+        tl.debug_barrier = self._barrier
         for name, method in self._saved.items():
             setattr(interpreter.InterpreterBuilder, name, method)
 

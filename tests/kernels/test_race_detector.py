@@ -13,8 +13,7 @@ import triton.language as tl
 from kernels.reset import reset_rows
 from kernels.staging import list_pages
 from race_detector import RaceDetector
-from test_resolve import stream
-from world import World
+from world import World, stream
 
 
 @triton.jit
@@ -110,6 +109,11 @@ def test_writes_of_two_programs_to_one_address_are_found_unless_equal():
 def test_reads_of_what_another_program_writes_are_found():
     data = torch.zeros(8, dtype=torch.int32)
     assert launch(_read_across, (4,), data) == {"cross-program WAR"}
+
+
+def test_barriers_are_seen_where_vllm_made_them_do_nothing(monkeypatch):
+    monkeypatch.setattr(tl, "debug_barrier", lambda *args, **kwargs: None)
+    assert launch(_shift, (1,), torch.zeros(16, dtype=torch.int32), True) == set()
 
 
 def test_launches_are_ordered():

@@ -10,32 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.tensors import COUNTER_HITS, COUNTER_MISSES, COUNTER_OVERFLOW
-from world import World
-
-
-def stream(world, steps, keep, residency, padding=0.0, **step_args):
-    """Run a random stream; positions drift, residency changes."""
-    requests = len(world.state_of)
-    current = [world.draw() for _ in range(requests)]
-    for step in range(steps):
-        world.set_residency(residency[step % len(residency)])
-        rows_of = []
-        for request in range(requests):
-            rows = []
-            for _ in range(world.query_rows):
-                current[request] = world.drift(current[request], keep)
-                row = current[request].clone()
-                holes = torch.from_numpy(world.rng.random(world.top_k) < padding)
-                row[holes] = -1
-                rows.append(row)
-            rows_of.append(rows)
-        world.step(rows_of, **step_args)
-
-
-def row_of(world, positions):
-    """A query row with the given positions, padded at the end."""
-    positions = list(positions) + [-1] * (world.top_k - len(positions))
-    return torch.tensor(positions, dtype=torch.int32)
+from world import World, row_of, stream
 
 
 @pytest.mark.parametrize("query_rows", [1, 2, 4])

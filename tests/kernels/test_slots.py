@@ -46,11 +46,12 @@ def test_tokens_are_written_where_their_page_is(dtype, block_size, shape, races)
 
 def test_a_position_behind_the_table_has_no_slot():
     world = World(top_k=1, hot_rows=1)
-    world.set_residency(1.0)
+    # The next state row begins where the table of state row 0 ends.
+    world.residency.page_frame.fill_(1)
     got = torch.zeros((4, 2), dtype=torch.int64)
     slot_mappings(
         torch.tensor([127, 128]), torch.tensor([0, 2], **I32),
-        torch.tensor(world.state_of, **I32), world.residency, got, block_size=16,
+        torch.tensor([0], **I32), world.residency, got, block_size=16,
     )  # fmt: skip
     assert (got[:, 0] >= 0).all() and (got[:, 1] == -1).all()
 

@@ -350,3 +350,35 @@ class World:
         named = torch.full_like(pos_slot, -1)
         named[mixed, slot_pos[mixed, slot].long()] = slot.to(torch.int16)
         assert torch.equal(pos_slot, named)
+
+
+def stream(
+    world: World,
+    steps: int,
+    keep: float,
+    residency: tuple[float, ...],
+    padding: float = 0.0,
+    **step_args,
+) -> None:
+    """Run a random stream; positions drift, residency changes."""
+    requests = len(world.state_of)
+    current = [world.draw() for _ in range(requests)]
+    for step in range(steps):
+        world.set_residency(residency[step % len(residency)])
+        rows_of = []
+        for request in range(requests):
+            rows = []
+            for _ in range(world.query_rows):
+                current[request] = world.drift(current[request], keep)
+                row = current[request].clone()
+                holes = torch.from_numpy(world.rng.random(world.top_k) < padding)
+                row[holes] = -1
+                rows.append(row)
+            rows_of.append(rows)
+        world.step(rows_of, **step_args)
+
+
+def row_of(world: World, positions) -> torch.Tensor:
+    """A query row with the given positions, padded at the end."""
+    positions = list(positions) + [-1] * (world.top_k - len(positions))
+    return torch.tensor(positions, dtype=torch.int32)

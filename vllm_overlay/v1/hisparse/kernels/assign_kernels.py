@@ -106,7 +106,7 @@ def _partition_lru(
     lane = h < H
     marks = tl.load(used_ptr + h, mask=lane, other=0).to(tl.int32)
     slot = tl.load(order_ptr + h, mask=lane, other=0).to(tl.int32)
-    # Through shared memory: a second, scattered load costs five times as much.
+    # Gathered in shared memory: the marks need no second, scattered load.
     is_free = lane & (tl.gather(marks, slot, 0) == 0)
     tl.debug_barrier()
     tl.store(used_ptr + h, tl.zeros([HP], tl.int8), mask=lane)

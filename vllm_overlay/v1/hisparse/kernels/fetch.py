@@ -15,8 +15,8 @@ import triton.language as tl
 from . import checks
 from .tensors import FetchPlan, HotBlocks, Residency
 
-# 8 KB per program and turn with 4 warps; tens of KB in flight over all programs hide
-# the latency of the host link. To be tuned on a GPU.
+# 8 KB per program and turn with 4 warps, so that some tens of KB are in flight over
+# all programs (D24). Not tuned on a GPU yet.
 TILE_CHUNKS = 512
 DEFAULT_PROGRAMS = 32
 CHUNK_BYTES = 16

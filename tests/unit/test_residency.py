@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Single behaviours of the residency core; traffic is in `test_residency_model`."""
+
+import pytest
+from hisparse import (
+    INDEXER_ONLY,
+    PageState,
+    Residency,
+    ResidencyConfig,
+    check_integrity,
+)
+from hisparse_core.pool import BlockAllocator
+
+STACKS, LEASE = 2, 4
+
+
+def make(num_blocks: int = 40, **sizes: int) -> Residency:
+    sizes = {"num_stacks": STACKS, "lease_blocks": LEASE, "num_rows": 4, **sizes}
+    return Residency(ResidencyConfig(num_blocks=num_blocks, **sizes))
+
+
+def run_pages(core: Residency, request: str, pages: range, sealed: int) -> list[int]:
+    """Admit a request and seal its first pages; returns the open transfers."""
+    core.add_request(request, len(pages))
+    core.append(request, pages)
+    core.take_update()
+    core.seal(request, sealed)
+    return [copy.transfer_id for copy in core.take_update().write_backs]
+
+
+def test_block_freed_twice_is_found() -> None:
+    pool = BlockAllocator(4)
+    blocks = pool.take(2)
+    pool.give_back(blocks)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.give_back(blocks[:1])
+
+
+def test_blocks_free_for_longest_are_taken_first() -> None:
+    pool = BlockAllocator(5)
+    first = pool.take(2)
+    pool.give_back(reversed(first))
+    assert pool.take(4) == (3, 4, 2, 1)
+
+
+def test_sealed_pages_are_written_back_once_each() -> None:
+    core = make()
+    assert len(run_pages(core, "a", range(1, 6), 3)) == 3
+    core.seal("a", 4)
+    core.seal("a", 2)
+    (copy,) = core.take_update().write_backs
+    assert copy.page_id == 4
+    assert len(copy.latent_blocks) == STACKS
+
+
+def test_no_room_without_clean_pages() -> None:
+    """Requested is not held, pending is not clean."""
+    core = make(40)
+    transfers = run_pages(core, "a", range(1, 13), 10)
+    assert core.num_free == 3
+    assert not core.make_room(LEASE)
+    for transfer in transfers:
+        core.acknowledge(transfer, [0])
+    # A lease does not fit into three blocks any more: the reserve was used up.
+    assert not core.make_room(LEASE)
+    check_integrity(core)
+
+
+def test_lease_comes_before_pages_go_and_tail_goes_first() -> None:
+    core = make(60)
+    for transfer in run_pages(core, "a", range(1, 13), 10):
+        core.acknowledge(transfer, [0])
+    assert core.num_free == 59 - 36
+    assert core.make_room(26)
+    core.add_request("b", 8)
+    core.append("b", range(20, 28))
+    update = core.take_update()
+    change = update.requests["a"]
+    assert change.lease is not None and len(change.lease.blocks) == LEASE
+    assert sorted(change.changed) == list(range(10 - len(change.changed), 10))
+    assert all(entry <= INDEXER_ONLY for entry in change.changed.values())
+    check_integrity(core)
+
+
+def test_shared_page_stays_while_one_owner_has_no_lease() -> None:
+    core = make(80)
+    for transfer in run_pages(core, "a", range(1, 13), 12):
+        core.acknowledge(transfer, [0])
+    core.add_request("b", 12)
+    core.adopt("b", list(range(1, 5)))
+    core.append("b", range(20, 22))
+    core.take_update()
+    core.make_room(core.num_free + 2 * STACKS)
+    held = [p for p in core._pages.values() if "b" in p.owners]
+    if core._requests["b"].lease is None:
+        assert not any(p.page_id in core._evictable_latents for p in held)
+    check_integrity(core)
+
+
+def test_published_page_can_be_hit_before_it_is_clean() -> None:
+    core = make()
+    run_pages(core, "a", range(1, 5), 0)
+    core.release("a", lambda page: page < 4)
+    assert core.num_pending == 3
+    core.add_request("b", 4)
+    core.adopt("b", [1, 2, 3])
+    assert not core.take_update().restores
+    assert all(core._pages[p].state is PageState.PENDING for p in (1, 2, 3))
+    check_integrity(core)
+
+
+def test_admission_counts_steady_state_and_one_window() -> None:
+    core = make(100, window_pages=5)
+    assert core.can_admit(1_000)  # alone, whatever start-up allowed
+    core.add_request("a", 20)
+    core.append("a", range(1, 21))
+    # 20 pages: 20 indexers, the lease, two tail frames: 30 blocks at steady state.
+    assert core.config.steady_blocks(20) == 30
+    assert core.can_admit(20)
+    assert core.can_admit(49)
+    assert not core.can_admit(50)
+
+
+def test_acknowledgement_of_unknown_or_finished_transfer_is_ignored() -> None:
+    core = make(num_ranks=2)
+    (transfer,) = run_pages(core, "a", range(1, 3), 1)
+    assert not core.acknowledge(99, [0, 1])
+    assert not core.acknowledge(transfer, [1])
+    assert not core.acknowledge(transfer, [1])
+    assert core.acknowledge(transfer, [0])
+    assert not core.acknowledge(transfer, [0, 1])
+    check_integrity(core)
