@@ -13,6 +13,7 @@ fp8; so there the selection is taken from vLLM, and all the rest is compared.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,9 @@ VOCAB_SIZE = 320
 # fp32 rounding of some thirty matrix products in another order, in log-probability.
 TOLERANCE = 1e-4
 
-DENSE = {"dtype": "float32", "index_topk": 4096, "context": 4096}
+DENSE: dict[str, Any] = {"dtype": "float32", "index_topk": 4096, "context": 4096}
 INDEX_TOPK = 32
-SPARSE = {"dtype": "float32", "index_topk": INDEX_TOPK}
+SPARSE: dict[str, Any] = {"dtype": "float32", "index_topk": INDEX_TOPK}
 
 _TEXT = (
     "A page is sixty-four consecutive tokens of one prefix, in all layers; a row is "
@@ -130,52 +131,58 @@ def row_of_one_weight_zeroed(reference: GlmMoeDsaForCausalLM) -> Iterator[None]:
         row.copy_(before)
 
 
+@dataclass(frozen=True)
+class Pair:
+    """One model twice: in transformers, and what vLLM answered with it."""
+
+    reference: GlmMoeDsaForCausalLM
+    answers: list[Answer]
+
+
+def make_pair(engines: Engines, model: dict[str, Any]) -> Pair:
+    engine = engines.get(model, max_logprobs=VOCAB_SIZE)
+    answers = [answer(engine, prompt) for prompt in PROMPTS]
+    return Pair(load_reference(engines.model(**model)), answers)
+
+
+@pytest.fixture(scope="module")
+def dense(engines: Engines) -> Pair:
+    return make_pair(engines, DENSE)
+
+
+@pytest.fixture(scope="module")
+def sparse(engines: Engines) -> Pair:
+    return make_pair(engines, SPARSE)
+
+
 class TestDense:
     """`index_topk` covers the context: nothing is left out, so fp8 plays no part."""
 
-    @pytest.fixture(scope="class")
-    def reference(self, engines: Engines) -> GlmMoeDsaForCausalLM:
-        return load_reference(engines.model(**DENSE))
+    def test_every_greedy_token_is_the_same(self, dense) -> None:
+        for got in dense.answers:
+            expected = expected_logprobs(dense.reference, got)
+            assert got.tokens == expected.argmax(-1).tolist()
 
-    @pytest.fixture(scope="class")
-    def answers(self, engines: Engines) -> list[Answer]:
-        engine = engines.get(DENSE, max_logprobs=VOCAB_SIZE)
-        return [answer(engine, prompt) for prompt in PROMPTS]
-
-    def test_every_greedy_token_is_the_same(self, answers, reference) -> None:
-        for got in answers:
-            assert got.tokens == expected_logprobs(reference, got).argmax(-1).tolist()
-
-    def test_every_log_probability_is_the_same(
-        self, answers, reference, record_property
-    ) -> None:
-        differences = [largest_difference(reference, got) for got in answers]
+    def test_every_log_probability_is_the_same(self, dense, record_property) -> None:
+        differences = [
+            largest_difference(dense.reference, got) for got in dense.answers
+        ]
         record_property("largest_difference", max(differences))
         assert max(differences) <= TOLERANCE, differences
 
-    def test_a_small_difference_of_the_weights_is_noticed(
-        self, answers, reference
-    ) -> None:
-        with row_of_one_weight_zeroed(reference):
-            assert largest_difference(reference, answers[-1]) > 100 * TOLERANCE
+    def test_a_small_difference_of_the_weights_is_noticed(self, dense) -> None:
+        with row_of_one_weight_zeroed(dense.reference):
+            difference = largest_difference(dense.reference, dense.answers[-1])
+        assert difference > 100 * TOLERANCE
 
 
 class TestSparse:
     """`index_topk` is far below the context."""
 
-    @pytest.fixture(scope="class")
-    def reference(self, engines: Engines) -> GlmMoeDsaForCausalLM:
-        return load_reference(engines.model(**SPARSE))
-
-    @pytest.fixture(scope="class")
-    def answers(self, engines: Engines) -> list[Answer]:
-        engine = engines.get(SPARSE, max_logprobs=VOCAB_SIZE)
-        return [answer(engine, prompt) for prompt in PROMPTS]
-
     def test_every_token_selects_as_many_distinct_earlier_rows_as_it_may(
-        self, answers
+        self, sparse
     ) -> None:
-        for got in answers:
+        for got in sparse.answers:
             for rows in got.selection.values():
                 for position, selected in enumerate(rows.tolist()):
                     kept = {row for row in selected if row != -1}
@@ -184,44 +191,43 @@ class TestSparse:
                     assert all(0 <= row <= position for row in kept)
 
     def test_given_the_same_rows_tokens_and_log_probabilities_are_the_same(
-        self, answers, reference, record_property
+        self, sparse, record_property
     ) -> None:
         differences = []
-        for got in answers:
-            with FixedSelection(reference, got.selection):
-                expected = expected_logprobs(reference, got)
+        for got in sparse.answers:
+            with FixedSelection(sparse.reference, got.selection):
+                expected = expected_logprobs(sparse.reference, got)
             assert got.tokens == expected.argmax(-1).tolist()
             differences.append((expected - got.logprobs).abs().max().item())
         record_property("largest_difference", max(differences))
         assert max(differences) <= TOLERANCE, differences
 
     @pytest.mark.parametrize("leader", [0, 1, 5])
-    def test_one_wrong_row_of_one_leader_is_noticed(
-        self, answers, reference, leader
-    ) -> None:
+    def test_one_wrong_row_of_one_leader_is_noticed(self, sparse, leader) -> None:
         """One token selects one other row: its own log-probabilities change."""
-        got = answers[-1]
+        got = sparse.answers[-1]
         rows = got.selection[leader].clone()
         last = set(rows[-1].tolist())
         rows[-1, 0] = next(row for row in range(len(rows)) if row not in last)
-        with FixedSelection(reference, got.selection | {leader: rows}):
-            assert largest_difference(reference, got) > 10 * TOLERANCE
+        with FixedSelection(sparse.reference, got.selection | {leader: rows}):
+            assert largest_difference(sparse.reference, got) > 10 * TOLERANCE
 
-    def test_followers_are_compared_too(self, answers, reference) -> None:
+    def test_followers_are_compared_too(self, sparse) -> None:
         """Layers 2 to 4 follow layer 1: with layer 0's rows the outputs differ."""
-        got = answers[-1]
-        assert reference.config.indexer_types[:5] == ["full"] * 2 + ["shared"] * 3
-        with FixedSelection(reference, got.selection | {1: got.selection[0]}):
-            assert largest_difference(reference, got) > 100 * TOLERANCE
+        got = sparse.answers[-1]
+        kinds = sparse.reference.config.indexer_types
+        assert kinds[:5] == ["full"] * 2 + ["shared"] * 3
+        with FixedSelection(sparse.reference, got.selection | {1: got.selection[0]}):
+            assert largest_difference(sparse.reference, got) > 100 * TOLERANCE
 
     def test_both_indexers_select_nearly_the_same_rows(
-        self, answers, reference, record_property
+        self, sparse, record_property
     ) -> None:
         """The first leader sees equal inputs; it differs by fp8 rounding alone."""
         shares = []
-        for got in answers[2:]:
-            with recorded_own_selection(reference, layer=0) as own:
-                all_logprobs(reference, got.inputs)
+        for got in sparse.answers[2:]:
+            with recorded_own_selection(sparse.reference, layer=0) as own:
+                all_logprobs(sparse.reference, got.inputs)
             pairs = zip(got.selection[0].tolist(), own[0].tolist(), strict=True)
             for position, (rows, own_rows) in enumerate(pairs):
                 if position >= INDEX_TOPK:

@@ -27,7 +27,7 @@ WITH_CHILD = """
 SLEEP = "time.sleep(600)"
 STUBBORN = """
     import signal, time
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
     print("ready", flush=True)
 """
 ANSWERING = """
@@ -147,7 +147,6 @@ def test_a_second_interrupt_does_not_abort_the_cleaning_up(tmp_path: Path) -> No
     script = f"""
         import os, sys, threading, signal, time
         from pathlib import Path
-from typing import Any
         from hisparse_tools.server import Server
         command = {code(STUBBORN, SLEEP)!r}
         with Server(command, Path("log"), os.environ, Path("."), 1.0) as server:
@@ -160,7 +159,7 @@ from typing import Any
     assert owner.stdout is not None
     pid = int(owner.stdout.readline())
     owner.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    wait_for(lambda: "asked" in (tmp_path / "log").read_text())
     owner.send_signal(signal.SIGINT)
     owner.wait(20)
     assert not is_running(pid)
@@ -170,7 +169,6 @@ def test_an_owner_that_is_killed_outright_takes_it_along(tmp_path: Path) -> None
     script = f"""
         import os, time
         from pathlib import Path
-from typing import Any
         from hisparse_tools.server import Server
         command = {code("import time", SLEEP)!r}
         with Server(command, Path("log"), os.environ, Path(".")) as server:
