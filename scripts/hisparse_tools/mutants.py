@@ -193,6 +193,7 @@ class Bench:
             path.write_text(before, encoding="utf-8")
             if site is not None:
                 shutil.rmtree(site)
-        if status == _PYTEST_FAILED:
+        # A crash of the interpreter (a negative status) is a failure, too.
+        if status == _PYTEST_FAILED or status < 0:
             return Fate.KILLED
         return Fate.SURVIVED if status == os.EX_OK else Fate.BROKEN
