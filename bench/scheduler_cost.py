@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_glm.sizes import TinyGlmSizes, model_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -38,6 +37,8 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+from tiny_glm.sizes import TinyGlmSizes, model_config
 
 BLOCK_SIZE = 64
 NUM_LATENTS = 79
@@ -80,7 +81,9 @@ def make_scheduler(folder: Path, args: argparse.Namespace, on: bool) -> Schedule
         extra["kv_transfer_config"] = {
             "kv_connector": "HiSparseConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"host_pool_gib": 2 * pages * page_bytes / GIB},
+            "kv_connector_extra_config": {
+                "host_pool_gib": 2 * pages * page_bytes / GIB
+            },
         }
     vllm_config = EngineArgs(
         model=str(folder),

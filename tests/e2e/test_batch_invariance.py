@@ -7,6 +7,7 @@ this: alone, in a batch, in chunks, preempted, from the prefix cache, speculatin
 """
 
 import pytest
+
 from engines import Engine, Engines, Generation
 
 # Lengths below, at and above a block of 64 and the top-k of 32, not multiples.

@@ -9,6 +9,7 @@ cold pages go to the host and everybody keeps running.
 from dataclasses import dataclass, field
 
 import pytest
+
 from engines import Engine, Engines, Generation
 
 NEW_TOKENS = 48
@@ -27,7 +28,7 @@ CONNECTOR = {
         "kv_connector_extra_config": {"host_pool_gib": 0.25},
     }
 }
-FORMATS = {
+FORMATS: dict[str, dict] = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
     "fp8_ds_mla": {"dtype": "float32", "kv_cache_dtype": "fp8_ds_mla"},

@@ -7,6 +7,7 @@ Without this, "bit-identical" could mean that nobody looked at the host's rows.
 
 import pytest
 import torch
+
 from engines import Engine, Engines
 from test_hisparse_exactness import CONNECTOR, FORMATS, PROMPTS, small_budget
 
@@ -118,10 +119,15 @@ def test_lost_residency_is_an_error_not_a_guess(engine: Engine) -> None:
 
     row = torch.zeros(1, dtype=torch.int32)
     batch = Batch.build(
-        row, torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+        row,
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.zeros(1, 4, dtype=torch.int32),
     )
     unit = engine.worker.units[0]
-    saved = tables.residency.page_frame[0].clone(), tables.residency.mixed_row[0].clone()
+    saved = (
+        tables.residency.page_frame[0].clone(),
+        tables.residency.mixed_row[0].clone(),
+    )
     tables.residency.page_frame[0], tables.residency.mixed_row[0] = -1, -1
     (group,) = unit.start(batch)
     topk = torch.zeros(1, 32, dtype=torch.int32)

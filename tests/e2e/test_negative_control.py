@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
 from engines import Engine, Engines, Generation
 
 PROMPT = "A lost row must show in the numbers, or the comparison proves nothing. " * 4

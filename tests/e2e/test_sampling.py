@@ -6,6 +6,7 @@ A served model gets them all; the runner's sampling kernels run in the interpret
 """
 
 import pytest
+
 from engines import Engine, Engines
 
 PROMPT = "Hello there"

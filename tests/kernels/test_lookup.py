@@ -15,6 +15,7 @@ from kernels.tensors import (
     new_hot_state,
 )
 from kernels.translate import translate, translate_reference
+
 from world import World, row_of, stream
 
 I32 = dict(dtype=torch.int32)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from kernels.reset import reset_rows
 from kernels.staging import list_pages
+
 from race_detector import RaceDetector
 from world import World, stream
 

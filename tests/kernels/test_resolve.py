@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.tensors import COUNTER_HITS, COUNTER_MISSES, COUNTER_OVERFLOW
+
 from world import World, row_of, stream
 
 

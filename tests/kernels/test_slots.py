@@ -10,6 +10,7 @@ from kernels.slots import (
     slot_mappings,
     slot_mappings_reference,
 )
+
 from world import World
 
 I32 = dict(dtype=torch.int32)

@@ -16,6 +16,7 @@ from kernels.staging import (
     mark_pages,
     mark_pages_reference,
 )
+
 from world import POISON, World
 
 I32 = dict(dtype=torch.int32)

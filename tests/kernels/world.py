@@ -26,6 +26,7 @@ from kernels.tensors import (
     new_hot_state,
     scratch_width,
 )
+
 from lru_oracle import HotBuffer
 
 POISON = 0xEE

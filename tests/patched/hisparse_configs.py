@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_glm.sizes import TinyGlmSizes, model_config
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+
+from tiny_glm.sizes import TinyGlmSizes, model_config
 
 NAME = "HiSparseConnector"
 TINY_TOPK = 32

@@ -3,8 +3,8 @@
 """HiSparse's settings: what is accepted, what is refused and how (D5, D20, D31)."""
 
 import copy
-import os
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -15,6 +15,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
+from vllm.config import VllmConfig, replace  # noqa: E402
+from vllm.config.compilation import CUDAGraphMode  # noqa: E402
+from vllm.v1.hisparse.glue import config as glue  # noqa: E402
+from vllm.v1.hisparse.settings import HiSparseSettings  # noqa: E402
+
 from hisparse_configs import (  # noqa: E402
     NAME,
     TINY_TOPK,
@@ -23,10 +28,6 @@ from hisparse_configs import (  # noqa: E402
     transfer,
     write_model,
 )
-from vllm.config import VllmConfig, replace  # noqa: E402
-from vllm.config.compilation import CUDAGraphMode  # noqa: E402
-from vllm.v1.hisparse.glue import config as glue  # noqa: E402
-from vllm.v1.hisparse.settings import HiSparseSettings  # noqa: E402
 
 GIB = 1 << 30
 OFFLOAD = {

@@ -11,14 +11,6 @@ import pytest
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
 import torch  # noqa: E402
-from hisparse_configs import (  # noqa: E402
-    GLM,
-    dsa_specs,
-    glm_specs,
-    make_config,
-    transfer,
-    write_model,
-)
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.v1.core.kv_cache_utils import (  # noqa: E402
     generate_scheduler_kv_cache_config,
@@ -43,6 +35,15 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
+
+from hisparse_configs import (  # noqa: E402
+    GLM,
+    dsa_specs,
+    glm_specs,
+    make_config,
+    transfer,
+    write_model,
+)
 
 GIB = 1 << 30
 TINY_LEADERS = [0, 1, 5, 6]
@@ -77,8 +78,8 @@ def on(model: str, pool: float = 0.25, **args: Any) -> VllmConfig:
 
 
 def glm_config(model: str, **args: Any) -> VllmConfig:
-    """GLM-5.3 at TP 8 with MTP 3, as in the start-up figure of issue 5."""
-    defaults = {
+    """GLM-5.3 at TP 8 with MTP 3."""
+    defaults: dict[str, Any] = {
         "pool": 384,
         "drafts": 3,
         "max_model_len": 83_000,

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
 import torch  # noqa: E402
-from hisparse_configs import make_config, transfer, write_model  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import (  # noqa: E402
     cleanup_dist_env_and_memory,
@@ -24,6 +23,8 @@ from vllm.v1.hisparse.glue import config as glue_config  # noqa: E402
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
+
+from hisparse_configs import make_config, transfer, write_model  # noqa: E402
 
 # (latents, indexers, R, G) of the tiny GLM with its MTP layer.
 EXPECTED = {

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from make_tiny_glm import make_tiny_glm
 from scheduler_recording import record
 

@@ -3,9 +3,10 @@
 """Leases, bookkeeping and capacities (D14, D21, D23, D32)."""
 
 import pytest
-from geometry import GLM_MAX_POSITIONS, GLM_TOPK, glm_plan, layers
 from hisparse_core.capacity import HotSizes, Limits, PoolPlan, plan_pools, pool_bytes
 from hisparse_core.layout import plan_device
+
+from geometry import GLM_MAX_POSITIONS, GLM_TOPK, glm_plan, layers
 
 GIB = 1 << 30
 MTP3 = HotSizes(topk=GLM_TOPK, hot_rows=2 * GLM_TOPK, drafts=3)

@@ -6,8 +6,9 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from geometry import glm_leaders, glm_plan, layers
 from hisparse_core.layout import DevicePlan, IndexerLayer, plan_device
+
+from geometry import glm_leaders, glm_plan, layers
 
 
 class TestGlm:

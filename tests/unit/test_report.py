@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """The start-up line (D32)."""
 
-from geometry import glm_plan
 from hisparse_core.capacity import HotSizes, Limits, plan_pools
 from hisparse_core.report import startup_line
+
+from geometry import glm_plan
 
 
 def test_every_number_of_the_line() -> None:

@@ -3,6 +3,8 @@
 """Single behaviours of the residency core; traffic is in `test_residency_model`."""
 
 import pytest
+from hisparse_core.pool import BlockAllocator
+
 from hisparse import (
     INDEXER_ONLY,
     PageState,
@@ -10,7 +12,6 @@ from hisparse import (
     ResidencyConfig,
     check_integrity,
 )
-from hisparse_core.pool import BlockAllocator
 
 STACKS, LEASE = 2, 4
 

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
-from hisparse import INDEXER_ONLY, HotLease, Residency, ResidencyConfig, check_integrity
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,6 +20,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
+from hisparse import INDEXER_ONLY, HotLease, Residency, ResidencyConfig, check_integrity
 
 STACKS = 2
 LEASE = 4
@@ -99,7 +100,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.requests: dict[str, Running] = {}
         self.device: dict[int, object] = {}
         self.frames: dict[int, tuple[int, ...]] = {}
-        self.copies: dict[int, tuple[object, set[int]]] = {}
+        self.copies: dict[int, tuple[PageCopy, set[int]]] = {}
         self.counter = 0
 
     # --- the toy scheduler --------------------------------------------------

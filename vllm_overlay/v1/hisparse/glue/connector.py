@@ -24,6 +24,7 @@ from ..messages import StepUpdate
 from .block_tables import HiSparseBlockTables
 from .manager import HiSparseManager, register
 from .metrics import HiSparsePromMetrics, HiSparseStats
+from .spec import HiSparseKVCacheConfig
 from .worker import HiSparseWorker
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """Find the manager whose pages this connector moves."""
         coordinator = kv_cache_manager.coordinator
         (manager,) = coordinator.single_type_managers
+        assert isinstance(manager, HiSparseManager)
         manager.num_reprefillable_tokens = coordinator.num_reprefillable_tokens
         self._manager = kv_cache_manager.hisparse = manager
 
@@ -155,6 +157,8 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker -----------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+        assert isinstance(self._kv_cache_config, HiSparseKVCacheConfig)
+        assert self._kv_cache_config.plan is not None
         self._worker = HiSparseWorker(
             self._vllm_config,
             self._kv_cache_config.plan,

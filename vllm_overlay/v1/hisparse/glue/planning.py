@@ -90,9 +90,10 @@ def _dsa_specs(groups: Sequence[KVCacheGroupSpec]) -> Mapping[str, MLAAttentionS
     specs: dict[str, KVCacheSpec] = {}
     for group in groups:
         spec = group.kv_cache_spec
-        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
-        for name in group.layer_names:
-            specs[name] = spec.kv_cache_specs[name] if uniform else spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            specs |= {name: spec.kv_cache_specs[name] for name in group.layer_names}
+        else:
+            specs |= dict.fromkeys(group.layer_names, spec)
     others = {
         name: type(spec).__name__
         for name, spec in specs.items()
@@ -102,7 +103,7 @@ def _dsa_specs(groups: Sequence[KVCacheGroupSpec]) -> Mapping[str, MLAAttentionS
         or spec.page_size_padded is not None
     }
     if others or len(groups) != 1:
-        name, kind = next(iter(others.items()), (None, None))
+        name, kind = next(iter(others.items()), ("", ""))
         raise ValueError(
             f"HiSparse: the model has {len(groups)} KV cache groups and {len(others)} "
             "layers that are not plain MLA caches"
@@ -236,8 +237,9 @@ def kv_cache_configs(
     ]
 
 
-def scheduler_kv_cache_config(worker: HiSparseKVCacheConfig) -> KVCacheConfig:
+def scheduler_kv_cache_config(worker: KVCacheConfig) -> KVCacheConfig:
     """The scheduler's copy: host pages, and the spec that selects the manager (D6)."""
+    assert isinstance(worker, HiSparseKVCacheConfig)
     plan = worker.plan
     assert plan is not None
     config = deepcopy(worker)
@@ -252,16 +254,17 @@ def scheduler_kv_cache_config(worker: HiSparseKVCacheConfig) -> KVCacheConfig:
     return config
 
 
-def max_concurrency(vllm_config: "VllmConfig", config: HiSparseKVCacheConfig) -> float:
+def max_concurrency(vllm_config: "VllmConfig", config: KVCacheConfig) -> float:
     """Decoding requests of `max_model_len` tokens that both pools hold."""
-    assert config.plan is not None
+    assert isinstance(config, HiSparseKVCacheConfig) and config.plan is not None
     tokens = vllm_config.model_config.max_model_len
     host = config.plan.host_tokens / tokens
     return min(config.plan.steady_concurrency(tokens), host)
 
 
-def record_capacity(vllm_config: "VllmConfig", config: HiSparseKVCacheConfig) -> None:
+def record_capacity(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
     """Store what the device holds, and log the start-up line (D32)."""
+    assert isinstance(config, HiSparseKVCacheConfig)
     pools = config.plan
     assert pools is not None
     vllm_config.cache_config.kv_cache_size_tokens = pools.device_tokens

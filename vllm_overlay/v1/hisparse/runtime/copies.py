@@ -31,13 +31,12 @@ class PageCopier:
         reorder: Order in which write-backs that are due complete, from their ids.
     """
 
-    delay_steps = 0
-    reorder: Callable[[list[int]], list[int]] = staticmethod(list)
-
     def __init__(self, plan: DevicePlan, slab: torch.Tensor, host: HostPool) -> None:
         self._plan, self._slab, self._host = plan, slab, host
         self._pending: dict[int, tuple[int, PageCopy]] = {}
         self._step = 0
+        self.delay_steps = 0
+        self.reorder: Callable[[list[int]], list[int]] = list
         self._restored_bytes = self._written_bytes = 0
 
     def write_back(self, copies: list[PageCopy]) -> None:
