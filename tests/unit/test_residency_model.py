@@ -21,7 +21,14 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hisparse import INDEXER_ONLY, HotLease, Residency, ResidencyConfig, check_integrity
+from hisparse import (
+    INDEXER_ONLY,
+    HotLease,
+    PageCopy,
+    Residency,
+    ResidencyConfig,
+    check_integrity,
+)
 
 STACKS = 2
 LEASE = 4
