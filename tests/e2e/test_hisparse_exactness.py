@@ -106,6 +106,7 @@ def test_the_budget_is_too_small_without_hisparse(
     assert engine.counter("vllm:num_preemptions") - before >= 2
 
 
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 CASES = {
     "fp32": Case("fp32"),
     "smallest-hot-buffer": Case("fp32", hot_rows=32),
@@ -113,6 +114,7 @@ CASES = {
     "late-by-three-async": Case("fp32", {"async_scheduling": True}, delay_steps=3),
     "pages-of-64": Case("fp32", {"block_size": 64}),
     "chunks-of-24": Case("fp32", {"max_num_batched_tokens": 24}),
+    "mtp-3": Case("fp32", {"speculative_config": MTP}),
     "bf16": Case("bf16"),
     "fp8-ds-mla-late-by-one": Case("fp8_ds_mla", delay_steps=1),
 }

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -411,6 +412,17 @@ class TestEngine:
             kv=transfer(),
             block_size=24,
         )
+
+    def test_platform_without_connected_backends(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = make_config(model)
+        config.attention_config.hisparse_config = {"host_pool_gib": 1}
+        gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+        monkeypatch.setattr(glue, "current_platform", gpu)
+        with pytest.raises(ValueError, match="the platform is cuda; allowed: cpu"):
+            glue.resolve(config)
+        assert config.kv_transfer_config is None
 
     def test_block_size_on_cuda(
         self, model: str, monkeypatch: pytest.MonkeyPatch

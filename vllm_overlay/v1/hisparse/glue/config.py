@@ -59,6 +59,7 @@ def resolve(vllm_config: "VllmConfig") -> None:
     options = _options(given)
     pool = _host_pool(options, vllm_config.kv_transfer_config)
     topk = _topk(vllm_config)
+    _check_platform()
     _check_runner(vllm_config)
     _check_parallelism(vllm_config)
     _check_engine(vllm_config)
@@ -216,6 +217,20 @@ def _host_pool(
 
 
 # -- refusals ------------------------------------------------------------------------
+
+
+def _check_platform() -> None:
+    """Refuse platforms whose attention backends do not resolve rows yet (D27).
+
+    They would read latents by host page ids, without an error.
+    """
+    if not current_platform.is_cpu():
+        raise refusal(
+            "the platform",
+            current_platform.device_type,
+            "cpu, until the attention backends of GPUs are connected",
+            "serve without HiSparse on this machine",
+        )
 
 
 def _check_runner(vllm_config: "VllmConfig") -> None:
