@@ -80,7 +80,9 @@ class Engine:
     @property
     def worker(self) -> Any:
         """The `HiSparseWorker` of the only rank."""
-        return self.runner.kv_connector.kv_connector.worker
+        connector = self.runner.kv_connector.kv_connector
+        children = getattr(connector, "_connectors", [connector])  # MultiConnector
+        return next(child.worker for child in children if hasattr(child, "worker"))
 
     @property
     def copier(self) -> Any:

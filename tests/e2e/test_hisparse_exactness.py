@@ -106,6 +106,13 @@ def test_the_budget_is_too_small_without_hisparse(
     assert engine.counter("vllm:num_preemptions") - before >= 2
 
 
+WITHIN_MULTI_CONNECTOR: dict[str, object] = {
+    "kv_transfer_config": {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(CONNECTOR.values())},
+    }
+}
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 CASES = {
     "fp32": Case("fp32"),
@@ -115,6 +122,7 @@ CASES = {
     "pages-of-64": Case("fp32", {"block_size": 64}),
     "chunks-of-24": Case("fp32", {"max_num_batched_tokens": 24}),
     "mtp-3": Case("fp32", {"speculative_config": MTP}),
+    "within-multi-connector": Case("fp32", WITHIN_MULTI_CONNECTOR),
     "bf16": Case("bf16"),
     "fp8-ds-mla-late-by-one": Case("fp8_ds_mla", delay_steps=1),
 }
