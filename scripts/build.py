@@ -5,26 +5,40 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hisparse_tools.build import build
 from hisparse_tools.device import detect
-from hisparse_tools.errors import run_command
-from hisparse_tools.paths import this_project
+from hisparse_tools.errors import ToolError, run_command
+from hisparse_tools.paths import this_project, user_path
 from hisparse_tools.pins import Device
 from hisparse_tools.progress import say
 
 
 def _install_hint(device: Device, path: Path) -> str:
+    wheel = shlex.quote(str(path))
     if device is Device.CPU:
         # Requirements first, from the lock: the CPU build of torch is chosen there.
+        lock = shlex.quote(str(this_project().locks / "requirements-cpu.txt"))
         return (
-            f"  python3 -m pip install -r ci/requirements-cpu.txt\n"
-            f"  python3 -m pip install --no-deps {path}"
+            f"  python3 -m pip install -r {lock}\n"
+            f"  python3 -m pip install --no-deps {wheel}"
         )
-    return f"  python3 -m pip install {path}"
+    return f"  python3 -m pip install {wheel}"
+
+
+def _make_folder(path: Path) -> None:
+    """Make the folder for the wheel now, rather than after the work."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ToolError(
+            f"the folder {path} cannot be created: {error.strerror}",
+            "name another with --out",
+        ) from error
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,16 +53,18 @@ def main(argv: Sequence[str]) -> int:
         "--machine", help="x86_64 or aarch64; this machine's by default"
     )
     parser.add_argument(
-        "--sdist", type=Path, help="source archive, instead of fetching"
+        "--sdist", type=user_path, help="source archive, instead of fetching"
     )
     parser.add_argument(
-        "--wheel", type=Path, help="published wheel, instead of fetching"
+        "--wheel", type=user_path, help="published wheel, instead of fetching"
     )
     parser.add_argument(
-        "--out", type=Path, help="folder for the wheel (default: dist/)"
+        "--out", type=user_path, help="folder for the wheel (default: dist/)"
     )
     args = parser.parse_args(argv)
     start = time.monotonic()
+    if args.out:
+        _make_folder(args.out)
     device = Device(args.device) if args.device else detect()
     say(f"building vLLM with the HiSparse series for {device.value}")
     built = build(

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from hisparse_tools.apply import check_tree
 from hisparse_tools.build import patched
 from hisparse_tools.check import check_series
 from hisparse_tools.errors import ToolError, run_command
-from hisparse_tools.paths import Project, this_project
+from hisparse_tools.paths import Project, this_project, user_path
 from hisparse_tools.pins import read_pins
 from hisparse_tools.progress import say
 from hisparse_tools.readme import with_table
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         "--no-apply", action="store_true", help="read the patches only; fetch nothing"
     )
     parser.add_argument(
-        "--sdist", type=Path, help="source archive, instead of fetching"
+        "--sdist", type=user_path, help="source archive, instead of fetching"
     )
     args = parser.parse_args(argv)
     pins = read_pins(project.pins_file)

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from hisparse_tools.build import patched
 from hisparse_tools.env import requirements_env
 from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.lint import check_out, run_checks
-from hisparse_tools.paths import this_project
+from hisparse_tools.paths import this_project, user_path
 from hisparse_tools.pins import read_pins
 from hisparse_tools.progress import say, step
 from hisparse_tools.series import read_series
@@ -23,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     project = this_project()
     parser = argparse.ArgumentParser(prog="nox -s lint --", description=__doc__)
     parser.add_argument(
-        "--sdist", type=Path, help="source archive, instead of fetching"
+        "--sdist", type=user_path, help="source archive, instead of fetching"
     )
     args = parser.parse_args(argv)
     pins = read_pins(project.pins_file)

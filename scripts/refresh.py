@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from hisparse_tools.check import check_series
 from hisparse_tools.errors import run_command
-from hisparse_tools.paths import this_project
+from hisparse_tools.paths import this_project, user_path
 from hisparse_tools.progress import say
 from hisparse_tools.refresh import refresh_from_tree, refresh_in_place
 
@@ -22,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "folder",
         nargs="?",
-        type=Path,
+        type=user_path,
         default=project.source,
         help="the tree to export (default: build/source)",
     )
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         help="overwrite patches that changed since the tree was made",
     )
     parser.add_argument(
-        "--sdist", type=Path, help="source archive, instead of fetching"
+        "--sdist", type=user_path, help="source archive, instead of fetching"
     )
     args = parser.parse_args(argv)
     if args.in_place:

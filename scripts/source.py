@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from hisparse_tools.apply import check_tree
 from hisparse_tools.build import patched
 from hisparse_tools.errors import run_command
-from hisparse_tools.paths import this_project
+from hisparse_tools.paths import this_project, user_path
 from hisparse_tools.pins import read_pins
 from hisparse_tools.progress import say, step
 from hisparse_tools.series import read_series
@@ -25,13 +24,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "folder",
         nargs="?",
-        type=Path,
+        type=user_path,
         default=project.source,
         help="where the tree goes (default: build/source)",
     )
     parser.add_argument("--force", action="store_true", help="throw away work in it")
     parser.add_argument(
-        "--sdist", type=Path, help="source archive, instead of fetching"
+        "--sdist", type=user_path, help="source archive, instead of fetching"
     )
     args = parser.parse_args(argv)
     folder = args.folder.resolve()

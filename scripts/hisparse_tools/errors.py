@@ -29,6 +29,29 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+# What the user's folders, not the code, can be the cause of.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
+
+
+def _explain(error: OSError) -> str:
+    """Return the two lines for a failed file operation, or raise it again."""
+    name = error.filename2 or error.filename or "a file"
+    if error.errno in _NO_SPACE:
+        return (
+            f"error: no space left while writing {name}\n"
+            "remedy: free some space (a build needs about 1 GB in the cache and in "
+            "dist/), or set HISPARSE_CACHE to a folder on a larger disk"
+        )
+    if error.errno in _NOT_WRITABLE:
+        return (
+            f"error: {name}: {error.strerror}\n"
+            "remedy: name a folder that can be made and written (--out, "
+            "HISPARSE_CACHE), or make this one writable"
+        )
+    raise error
+
+
 def run_command(
     main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None
 ) -> NoReturn:
@@ -58,13 +81,6 @@ def run_command(
         sys.stderr.close()
         status = 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(
-            f"error: no space left while writing {error.filename or 'a file'}\n"
-            "remedy: free some space (a build needs about 1 GB in the cache and in "
-            "dist/), or set HISPARSE_CACHE to a folder on a larger disk",
-            file=sys.stderr,
-        )
+        print(_explain(error), file=sys.stderr)
         status = 1
     sys.exit(status)

@@ -80,6 +80,9 @@ def _run_pip(
     env = dict(os.environ)
     stub = str(_write_stub(folder, artifact.project, version).resolve())
     env["PYTHONPATH"] = stub
+    # pip's own temporary files go with the scratch folder, even if pip is killed.
+    (folder / "tmp").mkdir()
+    env["TMPDIR"] = str((folder / "tmp").resolve())
     # Standard output, with pip's progress bar, stays on the user's terminal.
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -62,13 +62,18 @@ def this_project() -> Project:
     return Project(Path(__file__).resolve().parents[2])
 
 
+def user_path(text: str) -> Path:
+    """Return a path of the command line: relative to where ``run`` was called."""
+    return Path(os.environ.get("HISPARSE_CALLED_FROM", ""), text)
+
+
 def cache_dir() -> Path:
     """Return the cache folder, created if need be.
 
     ``HISPARSE_CACHE``, else ``hybrid-hisparse`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises:
-        ToolError: If it cannot be created.
+        ToolError: If it cannot be created or written.
     """
     named = os.environ.get("HISPARSE_CACHE")
     if named:
@@ -85,6 +90,11 @@ def cache_dir() -> Path:
             f"the cache folder {path} cannot be created: {error.strerror}",
             "set HISPARSE_CACHE to a folder that can be written",
         ) from error
+    if not os.access(path, os.W_OK):
+        raise ToolError(
+            f"the cache folder {path} cannot be written",
+            "set HISPARSE_CACHE to a folder that can be written",
+        )
     return path.resolve()
 
 

@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from hisparse_tools.errors import run_command
 from hisparse_tools.paths import Project
 from hisparse_tools.pins import read_pins
 from hisparse_tools.readme import with_table
@@ -21,13 +24,16 @@ from toy import Toy
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def script(toy: Toy, name: str, *args: str) -> subprocess.CompletedProcess[str]:
+def script(
+    toy: Toy, name: str, *args: str, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run one of the real commands in the toy project."""
     target = toy.project.root / "scripts"
     if not target.exists():
         shutil.copytree(ROOT / "scripts", target)
     command = [sys.executable, "-B", str(target / name), *args]
-    return subprocess.run(command, capture_output=True, text=True)
+    both = {**os.environ, **env}
+    return subprocess.run(command, env=both, capture_output=True, text=True)
 
 
 def commit_all(root: Path) -> None:
@@ -101,6 +107,43 @@ def test_this_project_is_consistent() -> None:
     assert with_table(text, series) == text, "run: nox -s refresh -- --in-place"
 
 
+def test_paths_are_named_from_the_callers_folder(series_toy: Toy) -> None:
+    folder, name = series_toy.sdist.parent, series_toy.sdist.name
+    done = script(
+        series_toy, "check.py", "--sdist", name, HISPARSE_CALLED_FROM=str(folder)
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_for_the_wheel_that_cannot_be_made_is_refused(toy: Toy) -> None:
+    done = script(toy, "build.py", "--out", str(toy.sdist))
+    assert done.returncode == 1
+    assert f"error: the folder {toy.sdist} cannot be created: " in done.stderr
+    assert "importing" not in done.stdout
+
+
+def fails_with(error: OSError) -> Callable[[Sequence[str]], int]:
+    def main(argv: Sequence[str]) -> int:
+        raise error
+
+    return main
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = PermissionError(errno.EACCES, "Permission denied", "dist/.staging")
+    with pytest.raises(SystemExit) as exit:
+        run_command(fails_with(error), [])
+    assert exit.value.code == 1
+    assert "error: dist/.staging: Permission denied\n" in capsys.readouterr().err
+
+
+def test_a_file_that_the_code_expects_is_not_the_users_fault() -> None:
+    with pytest.raises(FileNotFoundError):
+        run_command(fails_with(FileNotFoundError(errno.ENOENT, "x", "y")), [])
+
+
 # ./run
 
 
@@ -115,15 +158,16 @@ def tools_folder(tmp_path: Path, *names: str) -> Path:
     return folder
 
 
-def bootstrap(path: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Call ``./run tests`` with only the tools in a folder."""
-    env = {
-        "PATH": str(path),
-        "HOME": str(tmp_path),
-        "HISPARSE_CACHE": str(tmp_path / "c"),
-    }
+def bootstrap(
+    path: Path, tmp_path: Path, cache: str = "c", run: Path = ROOT / "run"
+) -> subprocess.CompletedProcess[str]:
+    """Call ``./run tests`` from another folder, with only the tools in a folder."""
+    env = {"PATH": str(path)}
+    if cache:
+        env |= {"HOME": str(tmp_path), "HISPARSE_CACHE": cache}
+    command = [str(run), "tests"]
     return subprocess.run(
-        [str(ROOT / "run"), "tests"], env=env, capture_output=True, text=True
+        command, cwd=tmp_path, env=env, capture_output=True, text=True
     )
 
 
@@ -166,8 +210,25 @@ def test_run_with_an_old_python_says_so(tmp_path: Path) -> None:
     assert "is older than Python 3.10" in done.stderr
 
 
-def test_run_without_network_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    path = tools_folder(tmp_path, "git", "cp")
+def test_run_without_home_or_cache_says_so(tmp_path: Path) -> None:
+    path = tools_folder(tmp_path, "git")
+    fake(path, "python3", "exit 0")
+    done = bootstrap(path, tmp_path, cache="")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: there is no place for a cache")
+
+
+def test_run_refuses_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
+    path = tools_folder(tmp_path, "git")
+    fake(path, "python3", "exit 0")
+    done = bootstrap(path, tmp_path, cache="/proc/none")
+    assert done.returncode == 1
+    assert "/proc/none cannot be created or written" in done.stderr
+
+
+def without_network(tmp_path: Path) -> Path:
+    """Return a folder of tools whose pip fails."""
+    path = tools_folder(tmp_path, "git", "cp", "readlink")
     body = f"""\
 case "$*" in
 *"-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0;;
@@ -176,10 +237,22 @@ esac
 exec {sys.executable} "$@"
 """
     fake(path, "python3", body)
-    done = bootstrap(path, tmp_path)
+    return path
+
+
+def test_run_without_network_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    # The cache is named from the caller's folder.
+    done = bootstrap(without_network(tmp_path), tmp_path, cache="c")
     assert done.returncode == 1
     assert "error: nox could not be installed with pip" in done.stderr
     assert list((tmp_path / "c" / "venvs").iterdir()) == []
+
+
+def test_run_through_a_link_finds_its_project(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(ROOT / "run")
+    done = bootstrap(without_network(tmp_path), tmp_path, run=link)
+    assert "error: nox could not be installed with pip" in done.stderr
 
 
 def test_sessions_are_listed_with_a_line_each() -> None:

@@ -170,3 +170,23 @@ def test_half_made_environment_is_never_used(
     ]
     done = subprocess.run(ask, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(tmp_path / "v" / "env")
+
+
+def test_what_pip_leaves_when_it_is_killed_goes_with_the_scratch_folder(
+    toy: Toy,
+    index: Path,
+    private_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    killed = tmp_path / "killed-pip"
+    killed.write_text('#!/bin/sh\necho part > "$TMPDIR/unpack.whl"\nkill -9 $$\n')
+    killed.chmod(0o755)
+    monkeypatch.setattr(fetch, "_pip_python", lambda: str(killed))
+    with pytest.raises(ToolError):
+        fetch.get_sdist(pins_of(toy))
+    assert list(temporary.iterdir()) == []
+    assert leftovers(private_cache) == []
