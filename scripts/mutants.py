@@ -33,16 +33,16 @@ def main(argv: Sequence[str]) -> int:
     project = this_project()
     parser = argparse.ArgumentParser(prog="nox -s mutants --", description=__doc__)
     parser.add_argument(
-        "word", nargs="?", default="", help="only mutants whose file or reason has it"
+        "words", nargs="*", help="only mutants whose file or reason has one of them"
     )
     args = parser.parse_args(argv)
     mutants = [
         mutant
         for mutant in read_mutants(project.root / "tests" / "mutants.toml")
-        if args.word in f"{mutant.file} {mutant.why}"
+        if any(word in f"{mutant.file} {mutant.why}" for word in args.words or [""])
     ]
     if not mutants:
-        parser.error(f"no mutant has {args.word!r} in its file or reason")
+        parser.error(f"no mutant has any of {args.words} in its file or reason")
     built = build(project, Device.CPU)
     python = ensure_env(project, built.path)
     fates: list[Fate] = []

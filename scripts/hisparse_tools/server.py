@@ -81,6 +81,26 @@ def _deaf() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _later() -> Iterator[None]:
+    """Hold the stop signals back, whichever thread they reach, until the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: arrived.append(number))
+        for number in STOP_SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
 class Server:
     """A command in a session of its own, stopped with all its children on exit.
 
@@ -138,29 +158,24 @@ class Server:
         # Orphans of the command become this process's children, which reaps them: not
         # every machine's first process does.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        # A signal between the fork and the assignment would lose the child.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
         def in_child() -> None:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(1)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-        try:
-            with open(self.log, "wb") as log:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self._env,
-                    cwd=self._cwd,
-                    start_new_session=True,
-                    preexec_fn=in_child,
-                )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # A signal between the fork and the assignment would lose the child.
+        with open(self.log, "wb") as log, _later():
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                cwd=self._cwd,
+                start_new_session=True,
+                preexec_fn=in_child,
+            )
 
     def status(self) -> int | None:
         """Return the command's exit status, or None while it runs."""

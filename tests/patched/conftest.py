@@ -5,3 +5,13 @@
 import pytest
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
+
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.envs import disable_envs_cache  # noqa: E402
+
+
+@pytest.fixture(scope="package", autouse=True)
+def as_in_a_new_process() -> None:
+    """Undo what the engines of other tests in this process have set up."""
+    disable_envs_cache()
+    cleanup_dist_env_and_memory()
