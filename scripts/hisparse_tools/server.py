@@ -15,10 +15,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from .errors import ToolError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_Handler = signal.Handlers | Callable[[int, FrameType | None], object]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _prctl = ctypes.CDLL(None).prctl
@@ -68,35 +70,27 @@ def session_processes(session: int) -> list[int]:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Ignore the stop signals: a second Ctrl-C must not abort the cleaning up."""
+def _stop_signals_go_to(handler: _Handler) -> Iterator[None]:
+    """Handle the stop signals otherwise; only the main thread may, others go on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, original in before.items():
+            signal.signal(number, original)
 
 
 @contextmanager
 def _later() -> Iterator[None]:
     """Hold the stop signals back, whichever thread they reach, until the end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     arrived: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: arrived.append(number))
-        for number in STOP_SIGNALS
-    }
     try:
-        yield
+        with _stop_signals_go_to(lambda number, frame: arrived.append(number)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if arrived:
             signal.raise_signal(arrived[0])
 
@@ -249,7 +243,8 @@ class Server:
         """
         if self._process is None:
             return
-        with _deaf():
+        # A second Ctrl-C must not abort the cleaning up.
+        with _stop_signals_go_to(signal.SIG_IGN):
             self._process.terminate()
             self._within_grace(lambda: self.status() is not None)
             self._signal_all(signal.SIGTERM)

@@ -14,6 +14,12 @@ PAD_SLOT = -1
 NO_ROW = -1
 
 
+def _frame_of_entry(entry: torch.Tensor) -> torch.Tensor:
+    """Frame of each `page_frame` entry, latents there or not; 0 for none."""
+    frame = torch.where(entry <= INDEXER_ONLY, INDEXER_ONLY - entry, entry)
+    return frame.clamp_(min=0)
+
+
 class ResidencyTables:
     """Tables of frames, leases and hot rows; one for all layers.
 
@@ -97,9 +103,7 @@ class ResidencyTables:
             state_row: Long, any shape.
             pages: Long, the same shape.
         """
-        entry = self.residency.page_frame[state_row, pages]
-        frame = torch.where(entry <= INDEXER_ONLY, INDEXER_ONLY - entry, entry)
-        return frame.clamp_(min=0)
+        return _frame_of_entry(self.residency.page_frame[state_row, pages])
 
     def slots(
         self, state_row: torch.Tensor, positions: torch.Tensor, out: torch.Tensor
@@ -127,7 +131,6 @@ class ResidencyTables:
                 is not on the device.
         """
         width = min(out.shape[1], self.residency.page_frame.shape[1])
-        entry = self.residency.page_frame[state_row, :width]
-        frame = torch.where(entry <= INDEXER_ONLY, INDEXER_ONLY - entry, entry)
-        blocks = self.residency.frame_blocks[frame.clamp_(min=0).long(), 0]
+        frames = _frame_of_entry(self.residency.page_frame[state_row, :width])
+        blocks = self.residency.frame_blocks[frames.long(), 0]
         out[: len(state_row), :width] = blocks
