@@ -92,7 +92,7 @@ class Engine:
     @property
     def hot_misses(self) -> int:
         """Rows fetched from the host so far."""
-        return sum(int(unit.counters[1]) for unit in self.worker.units)
+        return int(self.worker.buffers.counters[..., 1].sum())
 
     def assert_drained(self) -> None:
         """No block, page, transfer or reference is left held."""

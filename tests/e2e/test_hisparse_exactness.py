@@ -52,12 +52,14 @@ class Case:
         options: Further engine options.
         hot_rows: `device_buffer_size`, or None for the default.
         delay_steps: Steps by which write-backs complete late.
+        use_kernels: Whether slots and tables come from the kernels, as on a GPU.
     """
 
     format: str
     options: dict[str, object] = field(default_factory=dict)
     hot_rows: int | None = None
     delay_steps: int = 0
+    use_kernels: bool = False
 
 
 def small_budget(name: str, block_size: int) -> dict:
@@ -91,8 +93,10 @@ def with_hisparse(engines: Engines, case: Case) -> Engine:
         sizes = {"device_buffer_size": case.hot_rows}
         options["attention_config"] = {"hisparse_config": sizes}
     engine = engines.get(**options)
-    engine.copier.delay_steps = case.delay_steps
-    engine.copier.reorder = lambda due: due[::-1] if case.delay_steps else due
+    copies = engine.copier.engine
+    copies.delay_steps = case.delay_steps
+    copies.reorder = lambda due: due[::-1] if case.delay_steps else due
+    engine.runner.block_tables.tables.use_kernels = case.use_kernels
     return engine
 
 
@@ -122,6 +126,7 @@ CASES = {
     "pages-of-64": Case("fp32", {"block_size": 64}),
     "chunks-of-24": Case("fp32", {"max_num_batched_tokens": 24}),
     "mtp-3": Case("fp32", {"speculative_config": MTP}),
+    "kernels-mtp-3": Case("fp32", {"speculative_config": MTP}, use_kernels=True),
     "within-multi-connector": Case("fp32", WITHIN_MULTI_CONNECTOR),
     "bf16": Case("bf16"),
     "fp8-ds-mla-late-by-one": Case("fp8_ds_mla", delay_steps=1),

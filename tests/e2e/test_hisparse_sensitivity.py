@@ -80,10 +80,10 @@ def zero_a_fetched_hot_row(
 def test_one_damaged_row_shows(
     engine: Engine, expected, monkeypatch: pytest.MonkeyPatch, harm: dict
 ) -> None:
-    from vllm.v1.hisparse.runtime import resolver
+    from vllm.v1.hisparse.runtime import parts
 
-    fetch = Once(resolver.fetch_rows, **harm)
-    monkeypatch.setattr(resolver, "fetch_rows", fetch)
+    fetch = Once(parts.fetch_rows, **harm)
+    monkeypatch.setattr(parts, "fetch_rows", fetch)
     assert differs(engine, expected)
     assert fetch.is_done
     monkeypatch.undo()
@@ -114,23 +114,19 @@ def test_one_damaged_residency_entry_shows(
 
 def test_lost_residency_is_an_error_not_a_guess(engine: Engine) -> None:
     """A selected row that is nowhere stops the step."""
-    tables = engine.runner.block_tables.tables
-    from vllm.v1.hisparse.runtime.batch import Batch
+    from vllm.v1.hisparse.runtime.batch import StepShape
 
-    row = torch.zeros(1, dtype=torch.int32)
-    batch = Batch.build(
-        row,
-        torch.tensor([0, 1], dtype=torch.int32),
-        torch.zeros(1, 4, dtype=torch.int32),
-    )
-    unit = engine.worker.units[0]
-    saved = (
-        tables.residency.page_frame[0].clone(),
-        tables.residency.mixed_row[0].clone(),
-    )
-    tables.residency.page_frame[0], tables.residency.mixed_row[0] = -1, -1
-    (group,) = unit.start(batch)
+    block_tables = engine.runner.block_tables
+    tables, batch = block_tables.tables.residency, block_tables.batch
+    saved = tables.page_frame[0].clone(), tables.mixed_row[0].clone()
+    tables.page_frame[0], tables.mixed_row[0] = -1, -1
+    batch.set_requests(torch.zeros(1, dtype=torch.int32), 1)
+    batch.set_query_start(torch.tensor([0, 1]))
+    batch.token_request[0] = 0
     topk = torch.zeros(1, 32, dtype=torch.int32)
-    with pytest.raises(AssertionError, match="neither on the device"):
-        unit.resolve(batch, group, topk, 16)
-    tables.residency.page_frame[0], tables.residency.mixed_row[0] = saved
+    for is_mixed in (False, True):
+        batch.shape = StepShape(is_mixed)
+        with pytest.raises(AssertionError, match="neither on the device"):
+            engine.worker.units[0].resolve(batch, topk, 16)
+    engine.worker.buffers.faults.zero_()
+    tables.page_frame[0], tables.mixed_row[0] = saved

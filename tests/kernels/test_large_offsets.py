@@ -76,9 +76,12 @@ def test_staged_pages_come_from_and_go_to_far_places(sparse):
     host = sparse(torch.uint8, FAR_HOST_PAGE + 1, page_bytes)
     slab = far_slab(sparse)
     host[FAR_HOST_PAGE] = (torch.arange(page_bytes) % 251).to(torch.uint8)
+    residency = Residency(ints([0]), ints([0, 0]), ints(0))
+    hot = HotBlocks(ints([[FAR_BLOCK]]), ints([0]))
     copy_pages(
-        ints(FAR_HOST_PAGE), ints(1), ints(FAR_BLOCK), host, slab, layer_offset=32
-    )
+        ints([FAR_HOST_PAGE]), ints(1), ints(0), residency, hot, host, slab,
+        layer_offset=32,
+    )  # fmt: skip
     got = slab[FAR_BLOCK, 32 : 32 + page_bytes]
     assert torch.equal(got, host[FAR_HOST_PAGE])
 
@@ -121,7 +124,8 @@ def test_resolve_with_far_rows_in_every_table(sparse):
     shapes = dict(block_size=64, block_stride_rows=100)
     plan = new_fetch_plan(1, 16, "cpu")
     counters = torch.zeros((1, NUM_COUNTERS), dtype=torch.int64)
-    table = torch.arange(pages).int().view(1, -1)
+    table = sparse(torch.int32, far_state + 1, pages)
+    table[far_state] = torch.arange(pages).int()
     for step in range(2):
         lookup(positions, owner, state_row, *args, used, faults, valid=valid, **shapes)
         assert code[3].tolist() == [67, [-2, -3][step], -1, [-2, -4][step]]
@@ -132,6 +136,7 @@ def test_resolve_with_far_rows_in_every_table(sparse):
         )  # fmt: skip
         assert rows[0, 3].tolist() == [6003, 7000, -1, 7001]
         assert plan.count.tolist() == [[2], [0]][step]
+    assert plan.src[0, :2].tolist() == [640, 641]
     rows.fill_(0)
     translate(
         code, owner, state_row, residency, hot, ints(0), rows, hot_rows=4, **shapes
@@ -142,13 +147,16 @@ def test_resolve_with_far_rows_in_every_table(sparse):
     counts = torch.full((far_state + 1,), pages, **I32)
     mark_pages(positions, owner, state_row, counts, residency, marks, block_size=64)
     assert marks.nonzero().tolist() == [[0, 10]]
+    hot.hot_blocks[far_mixed] = 90
     staged_rows(
-        positions, owner, state_row, counts, residency, marks.int() - 1, ints([90]),
-        ints(0), rows, faults, **shapes,
+        positions, owner, state_row, counts, residency, hot, marks.int() - 1, ints(0),
+        rows, faults, **shapes,
     )  # fmt: skip
     assert rows[0, 3].tolist() == [6003, 9000, -1, 9001]
     slots = torch.zeros((2, 1), dtype=torch.int64)
-    slot_mappings(ints(577), ints(0, 1), state_row, residency, slots, block_size=64)
+    slot_mappings(
+        ints(577), ints(0, 1), state_row, residency, slots, ints(0), block_size=64
+    )
     assert slots.flatten().tolist() == [50 * 64 + 1, 60 * 64 + 1]
     indexer = torch.zeros((1, 12), **I32)
     gather_indexer_table(state_row, counts, residency, indexer)
@@ -167,5 +175,7 @@ def test_slots_beyond_int32():
     # 40 million blocks of 64 tokens: not a pool of today, but slots are int64.
     residency = Residency(ints([0]), ints([40_000_000, 1]), ints(-1))
     slots = torch.zeros((2, 1), dtype=torch.int64)
-    slot_mappings(ints(5), ints(0, 1), ints(0), residency, slots, block_size=64)
+    slot_mappings(
+        ints(5), ints(0, 1), ints(0), residency, slots, ints(0), block_size=64
+    )
     assert slots.flatten().tolist() == [40_000_000 * 64 + 5, 64 + 5]

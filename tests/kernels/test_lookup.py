@@ -44,7 +44,7 @@ def finish(world, rows, out, code, used, plan_rows=None):
     """`assign` after `resolve`."""
     assign(
         torch.stack(rows), torch.tensor([0, len(rows)], **I32),
-        torch.tensor(world.state_of[:1]).int(), world.residency, world.host_pages,
+        torch.tensor(world.state_of[:1]).int(), world.residency, world.host_table(),
         world.unit, world.hot, world.stacks, out, code, used, world.scratch, world.plan,
         world.counters, world.faults, max_query_rows=plan_rows or world.query_rows,
         block_size=world.block_size, block_stride_rows=world.block_rows,

@@ -146,10 +146,10 @@ def test_every_barrier_of_the_kernels_is_needed(place):
         list_pages(
             torch.tensor([world.state_of[0]], **i32),
             torch.full((4,), 13, **i32),
-            world.host_pages,
+            world.host_table(),
             marks,
             torch.zeros((1, 13), **i32),
-            torch.zeros(13, **i32),
+            torch.zeros((1, 13), **i32),
             torch.zeros(1, **i32),
             tile=8,
         )

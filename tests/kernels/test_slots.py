@@ -29,10 +29,12 @@ def test_tokens_are_written_where_their_page_is(dtype, block_size, shape, races)
     positions = torch.arange(20, dtype=dtype) * 7 % (8 * block_size)
     got = torch.full((4, 19), 12345, dtype=torch.int64)
     want = got.clone()
+    owners = [torch.full((19,), 12345, **I32) for _ in range(2)]
     args = (positions, starts, states, world.residency)
-    slot_mappings(*args, got, block_size=block_size, **shape)
-    slot_mappings_reference(*args, want, block_size=block_size)
-    assert torch.equal(got, want)
+    slot_mappings(*args, got, owners[0], block_size=block_size, **shape)
+    slot_mappings_reference(*args, want, owners[1], block_size=block_size)
+    assert torch.equal(got, want) and torch.equal(*owners)
+    assert owners[0].tolist() == [0] + [1] * 9 + [-1] * 2 + [3] * 4 + [-1] * 3
     assert (got[:, 16:] == -1).all() and (got[:, 10:12] == -1).all()
     assert (got[:, :10] >= 0).any() and (got[:, :10] == -1).any()
     for token in range(1, 10):
@@ -52,7 +54,8 @@ def test_a_position_behind_the_table_has_no_slot():
     got = torch.zeros((4, 2), dtype=torch.int64)
     slot_mappings(
         torch.tensor([127, 128]), torch.tensor([0, 2], **I32),
-        torch.tensor([0], **I32), world.residency, got, block_size=16,
+        torch.tensor([0], **I32), world.residency, got, torch.zeros(2, **I32),
+        block_size=16,
     )  # fmt: skip
     assert (got[:, 0] >= 0).all() and (got[:, 1] == -1).all()
 

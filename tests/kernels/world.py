@@ -163,6 +163,12 @@ class World:
         reset_rows(mixed, *self.state)
         self.oracles[request] = HotBuffer(self.hot_rows)
 
+    def host_table(self) -> torch.Tensor:
+        """Host pages by state row; rows of no request have garbage."""
+        table = torch.full_like(self.residency.page_frame, 1 << 20)
+        table[self.state_of] = self.host_pages
+        return table
+
     # Positions ----------------------------------------------------------------
 
     def draw(self, padding: float = 0.0) -> torch.Tensor:
@@ -222,7 +228,7 @@ class World:
         )
         states = [self.state_of[request] for request in batch] + [-1] * pad_requests
         state_row = torch.tensor(states, dtype=torch.int32)
-        table = self.host_pages[batch + [0] * pad_requests].contiguous()
+        table = self.host_table()
         shape = (len(self.stacks), *positions.shape)
         rows = torch.full(shape, 12345, dtype=torch.int32)
         code = torch.full_like(positions, 12345)

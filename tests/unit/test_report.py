@@ -21,7 +21,7 @@ def test_every_number_of_the_line() -> None:
         "layers) holds 342,720 resident tokens of 55,760 B (ideal 54,728 B); "
         "host pool 384.00 GiB holds 7,533,824 tokens of 54,728 B; "
         "hot lease 1,088 blocks, 217.8 MiB (4,096 hot + 4,096 overflow rows), "
-        "83 at once; bookkeeping 330.1 MiB; "
+        "83 at once; bookkeeping 388.9 MiB; "
         "steady-state concurrency at 80,000 tokens per request: "
         "38.4x on the device (31.0x while 65,536 prompt tokens are in flight), "
         "94.2x on the host"

@@ -14,6 +14,10 @@ from .layout import DevicePlan
 HOT_STATE_SHARE = 0.02
 """Largest part of the device pool that the hot state may take (D21)."""
 
+NUM_COUNTERS = 5
+"""Counters of a unit and request, see `kernels.tensors`."""
+
+INT64_BYTES = 8
 INT32_BYTES = 4
 INT16_BYTES = 2
 
@@ -218,13 +222,32 @@ class PoolPlan:
     def residency_bytes(self) -> int:
         """Residency by state row, the batch's indexer table, and `frame_blocks`."""
         pages = self.pages(self.limits.max_model_len)
-        by_row = self.limits.max_num_seqs * (2 * pages + 1)
+        by_row = self.limits.max_num_seqs * (2 * pages + 2)
         return (by_row + self.max_frames * self.device.frame_blocks) * INT32_BYTES
+
+    @property
+    def resolver_bytes(self) -> int:
+        """Outputs and scratch of the resolver, which all units share.
+
+        For each request, with n query rows of top-k K and H hot rows: rows by stack,
+        codes and counts; marks of hot rows, scratch and plan of `assign`; marks and
+        numbers of staged pages; counters.
+        """
+        rows, topk = 1 + self.hot.drafts, self.hot.topk
+        stacks = max(len(unit.stacks) for unit in self.device.units)
+        pages = self.pages(self.limits.max_model_len) + 1
+        words = rows * ((stacks + 1) * topk + 1)
+        words += 2 * self.hot.hot_rows + rows * topk
+        words += 2 * rows * topk + 2 + pages
+        marks = self.hot.hot_rows + pages
+        counters = len(self.device.units) * NUM_COUNTERS * INT64_BYTES
+        each = words * INT32_BYTES + marks + counters
+        return self.limits.max_num_seqs * each
 
     @property
     def bookkeeping_bytes(self) -> int:
         """Device bytes beside the pool; taken from the budget before it is sized."""
-        return self.hot_state_bytes + self.residency_bytes
+        return self.hot_state_bytes + self.residency_bytes + self.resolver_bytes
 
 
 def plan_pools(

@@ -14,8 +14,8 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
 from ..capacity import PoolPlan
-from ..runtime.batch import Batch
-from ..runtime.tables import NO_ROW, ResidencyTables
+from ..runtime.batch import ANY_STEP, Batch, StepShape
+from ..runtime.tables import ResidencyTables
 
 
 class HiSparseBlockTables(BlockTables):
@@ -24,6 +24,7 @@ class HiSparseBlockTables(BlockTables):
     Attributes:
         tables: Residency by state row.
         batch: The requests of the current forward pass.
+        next_shape: Shape of the step that is being prepared.
     """
 
     def __init__(self, *args, plan: PoolPlan, **kwargs) -> None:
@@ -37,15 +38,13 @@ class HiSparseBlockTables(BlockTables):
             dtype=torch.int64,
             device=self.device,
         )
-        self._set_batch(torch.empty(0, dtype=torch.int64), 0)
-
-    def _set_batch(self, idx_mapping: torch.Tensor, num_reqs_padded: int) -> None:
-        self._num_reqs = len(idx_mapping)
-        self._state_row = torch.full((num_reqs_padded,), NO_ROW, dtype=torch.int32)
-        self._state_row[: self._num_reqs] = idx_mapping
-        self._host_table = self.block_tables[0].gpu[self._state_row.long()]
-        query_start = torch.zeros(num_reqs_padded + 1, dtype=torch.int32)
-        self.batch = Batch.build(self._state_row, query_start, self._host_table)
+        self.batch = Batch(
+            self.max_num_reqs, self.max_num_batched_tokens, self.block_tables[0].gpu
+        )
+        self.next_shape: StepShape = ANY_STEP
+        self._is_step_new = False
+        self._stack_table: torch.Tensor | None = None
+        self._stack_of_table: int | None = None
 
     def gather_block_tables(
         self,
@@ -56,14 +55,12 @@ class HiSparseBlockTables(BlockTables):
     ) -> tuple[torch.Tensor, ...]:
         """Gather the indexers' device blocks of the batch."""
         (table,) = self.input_block_tables if out is None else out
-        table[:num_reqs_padded].zero_()
-        self.tables.indexer_table(idx_mapping.long(), table)
-        self._set_batch(idx_mapping, num_reqs_padded)
+        self.batch.set_requests(idx_mapping, num_reqs_padded)
+        self.batch.shape = self.next_shape
+        self._is_step_new = True
+        self._stack_of_table = None
+        self.tables.indexer_table(self.batch, table)
         return (table[:num_reqs_padded],)
-
-    def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        self._set_batch(torch.empty(0, dtype=torch.int64), num_reqs)
-        return super().get_dummy_block_tables(num_reqs)
 
     def compute_slot_mappings(
         self,
@@ -75,17 +72,30 @@ class HiSparseBlockTables(BlockTables):
     ) -> torch.Tensor:
         """Compute where each token is written, by indexers and stacks."""
         slot_mappings = self.slot_mappings if out is None else out
-        slot_mappings.fill_(PAD_SLOT_ID)
-        num_reqs = len(idx_mapping)
-        query_start = query_start_loc[: num_reqs + 1]
-        num_tokens = int(query_start[-1])
-        state_row = torch.repeat_interleave(idx_mapping.long(), query_start.diff())
-        self.tables.slots(state_row, positions[:num_tokens], slot_mappings)
-        # The drafter changes the number of rows of a request, not the requests.
-        padded = torch.full((len(self._state_row) + 1,), num_tokens, dtype=torch.int32)
-        padded[: num_reqs + 1] = query_start
-        self.batch = Batch.build(self._state_row, padded, self._host_table)
+        if not self._is_step_new:
+            # A drafter goes on with the requests of the step, one token each.
+            self.batch.shape = self.batch.shape.decoding()
+        self._is_step_new = False
+        self.batch.set_query_start(query_start_loc[: len(idx_mapping) + 1])
+        self.tables.slots(self.batch, positions, slot_mappings)
         return slot_mappings[:, :num_tokens_padded]
+
+    def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
+        self.batch.set_dummy(num_reqs)
+        return super().get_dummy_block_tables(num_reqs)
+
+
+    def of_stack(self, stack: int) -> torch.Tensor:
+        """Block table of one stack for the step's requests; good until the next.
+
+        Only a prefill of resident requests asks for it (D26).
+        """
+        if self._stack_table is None:
+            self._stack_table = torch.zeros_like(self.input_block_tables[0])
+        if self._stack_of_table != stack:
+            self.tables.stack_table(self.batch, stack, self._stack_table)
+            self._stack_of_table = stack
+        return self._stack_table[: self.batch.num_requests]
 
 
 def slots_by_layer(

@@ -220,15 +220,15 @@ def _host_pool(
 
 
 def _check_platform() -> None:
-    """Refuse platforms whose attention backends do not resolve rows yet (D27).
+    """Refuse platforms without an attention backend that resolves rows (D27).
 
-    They would read latents by host page ids, without an error.
+    Which backend it is, is checked when the layers have theirs.
     """
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
         raise refusal(
             "the platform",
-            current_platform.device_type,
-            "cpu, until the attention backends of GPUs are connected",
+            current_platform.device_name,
+            "CUDA, or the CPU for tests",
             "serve without HiSparse on this machine",
         )
 

@@ -172,18 +172,28 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         return self._worker
 
+    def bind_block_tables(self, block_tables: "BlockTables") -> None:
+        """Connect residency and layers, before anything runs or is captured."""
+        assert isinstance(block_tables, HiSparseBlockTables)
+        self.worker.bind(block_tables)
+
     def prepare_step(
-        self,
-        scheduler_output: "SchedulerOutput",
-        req_states: "RequestState",
-        block_tables: "BlockTables",
+        self, scheduler_output: "SchedulerOutput", req_states: "RequestState"
     ) -> None:
         """Apply what changed, before anything of the step is computed (D16)."""
+        # The scheduler's process has no use for the runner.
+        from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
         metadata = scheduler_output.kv_connector_metadata
         assert isinstance(metadata, HiSparseMetadata)
-        assert isinstance(block_tables, HiSparseBlockTables)
+        decode_query_len = 1 + self._vllm_config.num_speculative_tokens
+        counts = scheduler_output.num_scheduled_tokens
+        order = sort_batch_req_ids(
+            counts, scheduler_output.scheduled_spec_decode_tokens, decode_query_len
+        )
+        rows = req_states.req_id_to_index
         self.worker.prepare_step(
-            metadata.update, req_states.req_id_to_index, block_tables
+            metadata.update, rows, {rows[name]: counts[name] for name in order}
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

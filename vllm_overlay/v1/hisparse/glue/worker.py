@@ -2,17 +2,26 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """One rank's side: host pool, copies, and the resolvers of its layers."""
 
+from typing import Any
+
 import torch
 
+from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from ..capacity import PoolPlan
 from ..kernels.tensors import COUNTER_HITS, COUNTER_MISSES, COUNTER_OVERFLOW
 from ..messages import StepUpdate
-from ..runtime.copies import PageCopier
-from ..runtime.host_pool import HostPool
-from ..runtime.resolver import LayerResolver, UnitResolver
+from ..runtime.buffers import CounterReader, ResolverBuffers
+from ..runtime.copies import CopyEngine, PageCopier
+from ..runtime.cpu_copies import CpuCopies
+from ..runtime.host_pool import CudaRegistrar, HostPool, cpus_near
+from ..runtime.parts import LayerMemory
+from ..runtime.resolver import Attention, LayerResolver, UnitResolver, check_faults
+from ..runtime.stream_copies import StreamCopies
+from ..settings import GIB
+from .backends import check_backends, with_block_table
 from .block_tables import HiSparseBlockTables
 from .metrics import COUNTERS
 
@@ -38,45 +47,49 @@ class HiSparseWorker:
     ) -> None:
         self._config, self.plan, self.rank = vllm_config, plan, rank
         self.slab = _slab(plan, kv_caches)
-        self.host = HostPool(plan.device, plan.num_pages, pin=self.slab.is_cuda)
-        self.copier = PageCopier(plan.device, self.slab, self.host)
-        self._block_tables: HiSparseBlockTables | None = None
-        self._acks: dict[int, set[int]] = {}
+        layers = vllm_config.compilation_config.static_forward_context
+        check_backends(layers[place.name] for place in plan.device.latents)
+        self.host = _host_pool(plan, self.slab.device)
+        engine = _copy_engine(self.slab.device)
+        self.copier = PageCopier(plan.device, self.slab, self.host, engine)
         self.units: list[UnitResolver] = []
 
     def bind(self, block_tables: HiSparseBlockTables) -> None:
-        """Give the layers their resolvers, once the runner's tables are known."""
-        if self._block_tables is block_tables:
-            return
+        """Give the layers their resolvers."""
         self._block_tables = block_tables
         device, tables = self.plan.device, block_tables.tables
-        max_query_rows = 1 + self.plan.hot.drafts
+        num_pages = tables.residency.page_frame.shape[1]
+        self.buffers = ResolverBuffers(self.plan, num_pages, self.slab.device)
         self.units = [
-            UnitResolver(tables, index, max_query_rows)
+            UnitResolver(tables, self.buffers, index)
             for index in range(len(device.units))
         ]
+        self._counters = CounterReader(self.buffers)
         layers = self._config.compilation_config.static_forward_context
         for index, place in enumerate(device.latents):
             unit = self.units[place.unit]
-            resolver = LayerResolver(
-                unit,
-                place,
-                tables,
-                self.host.rows(place.name, device.row_bytes),
-                self.slab,
-                is_leader=unit.unit.latents[0] == index,
+            memory = LayerMemory(
+                place, tables, self.host.layers[place.name], self.slab
             )
-            layers[place.name].hisparse = HiSparseLayer(resolver, block_tables)
+            is_leader = unit.unit.latents[0] == index
+            resolver = LayerResolver(unit, memory, is_leader)
+            layers[place.name].hisparse = HiSparseLayer(
+                resolver, block_tables, place.stack
+            )
 
     def prepare_step(
-        self,
-        update: StepUpdate,
-        state_rows: dict[str, int],
-        block_tables: HiSparseBlockTables,
+        self, update: StepUpdate, state_rows: dict[str, int], counts: dict[int, int]
     ) -> None:
-        """Apply an update before anything of the step is launched (R4)."""
-        self.bind(block_tables)
-        block_tables.tables.apply(update, state_rows)
+        """Apply an update before anything of the step is launched (R4).
+
+        Args:
+            update: From the scheduler.
+            state_rows: State row of each request on this worker.
+            counts: Tokens of the step by state row, in the order of the batch.
+        """
+        tables = self._block_tables.tables
+        tables.apply(update, state_rows)
+        self._block_tables.next_shape = tables.begin_step(counts)
         self.copier.restore(update.restores)
         self.copier.write_back(update.write_backs)
 
@@ -87,8 +100,9 @@ class HiSparseWorker:
     def take_counters(self) -> dict[str, int]:
         """Increments of `metrics.COUNTERS` since the last call."""
         totals = dict.fromkeys(COUNTERS, 0)
-        for unit in self.units:
-            counters = unit.take_counters()
+        by_unit, faults = self._counters.take()
+        check_faults(faults)
+        for unit, counters in zip(self.units, by_unit, strict=True):
             totals["cache_hits"] += counters[COUNTER_HITS]
             totals["cache_misses"] += counters[COUNTER_MISSES]
             totals["overflow_rows"] += counters[COUNTER_OVERFLOW]
@@ -100,20 +114,37 @@ class HiSparseWorker:
         return totals
 
     def shutdown(self) -> None:
-        """Release the host pool."""
+        """Wait for copies under way, and release the host pool."""
+        self.copier.engine.shutdown()
+        self.host.close()
 
 
 class HiSparseLayer:
     """A latent layer's way to its rows; hangs on the attention layer."""
 
     def __init__(
-        self, resolver: LayerResolver, block_tables: HiSparseBlockTables
+        self, resolver: LayerResolver, block_tables: HiSparseBlockTables, stack: int
     ) -> None:
         self._resolver, self._block_tables = resolver, block_tables
+        self._stack = stack
 
-    def groups(self, topk: torch.Tensor, stride: int):
-        """Token indices and physical rows, group by group."""
-        return self._resolver.groups(self._block_tables.batch, topk, stride)
+    def attend(
+        self, topk: torch.Tensor, stride: int, attention: Attention
+    ) -> torch.Tensor:
+        """Attend to selected rows, see `LayerResolver.attend`."""
+        return self._resolver.attend(self._block_tables.batch, topk, stride, attention)
+
+    @property
+    def must_resolve(self) -> bool:
+        """Whether a prefill of the step has host-only pages.
+
+        Paths that gather a request's context by block table would miss them.
+        """
+        return bool(self._block_tables.batch.shape.tail)
+
+    def with_own_blocks(self, metadata: Any) -> Any:
+        """The step's metadata with the block table of this layer's stack."""
+        return with_block_table(metadata, self._block_tables.of_stack(self._stack))
 
 
 def _slab(plan: PoolPlan, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -124,3 +155,45 @@ def _slab(plan: PoolPlan, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
     storage.set_(cache.untyped_storage())
     size = plan.num_blocks * device.block_bytes
     return storage[:size].view(plan.num_blocks, device.block_bytes)
+
+
+def _host_pool(plan: PoolPlan, device: torch.device) -> HostPool:
+    """The host pool, pinned and near the device where that is a GPU."""
+    if device.type == "cpu":
+        return HostPool(plan.device, plan.num_pages)
+    properties = torch.cuda.get_device_properties(device)
+    address = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
+    return HostPool(
+        plan.device,
+        plan.num_pages,
+        CudaRegistrar(),
+        cpus_near(address),
+        _TouchProgress(),
+    )
+
+
+class _TouchProgress:
+    """Says now and then how far the host pool is; hundreds of GiB take a while."""
+
+    STEPS = 10
+
+    def __init__(self) -> None:
+        self._said = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if done * self.STEPS // total > self._said or done == total:
+            self._said = done * self.STEPS // total
+            logger.info(
+                "HiSparse: %.1f of %.1f GiB of the host pool are in place",
+                done / GIB,
+                total / GIB,
+            )
+
+
+def _copy_engine(device: torch.device) -> CopyEngine:
+    if device.type == "cpu":
+        return CpuCopies()
+    return StreamCopies(device, ops.swap_blocks_batch)

@@ -77,7 +77,7 @@ def assign(
         query_start: int32 ``[B + 1]``. First token of each request.
         state_row: int32 ``[B]``. State row, -1 for a padded request.
         residency: Page tables; only ``mixed_row`` is read.
-        host_table: int32 ``[B, P]``. Host page of each page of the batch's requests.
+        host_table: int32 ``[S, P]``. Host page of each page, by state row.
         unit: LRU of the index unit; updated.
         hot: Leased blocks; read only.
         stacks: int32 ``[NS]`` on the device. Stacks of the unit's layers.
@@ -183,7 +183,8 @@ def _check_assign(
     checks.expect("query_start", query_start, i32, num_requests + 1)
     checks.expect("state_row", state_row, i32, None)
     checks.expect("mixed_row", residency.mixed_row, i32, None)
-    checks.expect("host_table", host_table, i32, None, None)
+    num_states = residency.page_frame.shape[0]
+    checks.expect("host_table", host_table, i32, num_states, None)
     checks.expect("slot_pos", unit.slot_pos, i32, None, None)
     checks.expect("order", unit.order, i16, num_mixed, hot_rows)
     checks.expect("pos_slot", unit.pos_slot, i16, num_mixed, None)
@@ -200,7 +201,6 @@ def _check_assign(
     checks.expect_at_most("scratch width", width, scratch.shape[1])
     checks.expect_at_most("plan entries", max_query_rows * top_k, plan.src.shape[1])
     for name, tensor in (
-        ("host_table", host_table),
         ("used", used),
         ("scratch", scratch),
         ("plan.src", plan.src),
@@ -283,7 +283,7 @@ def assign_reference(
 
         over = torch.arange(hot_rows, hot_rows + planned - num_hot)
         index = torch.cat([taken, over])
-        pages = host_table[request, wanted[:planned] // block_size]
+        pages = host_table[state, wanted[:planned] // block_size]
         host_rows = pages * block_size + wanted[:planned] % block_size
         plan.src[request, :planned] = host_rows.int()
         plan.slot[request, :planned] = index.int()

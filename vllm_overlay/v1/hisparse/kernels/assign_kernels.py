@@ -333,6 +333,7 @@ def assign_kernel(
         tl.store(plan_count_ptr + request, 0)
         tl.store(plan_hot_count_ptr + request, 0)
         return
+    state64 = state.to(tl.int64)
     start = tl.load(query_start_ptr + request)
     wanted_rows = tl.load(query_start_ptr + request + 1) - start
     num_rows = tl.minimum(wanted_rows, MAX_ROWS)
@@ -360,7 +361,7 @@ def assign_kernel(
         )  # fmt: skip
     tl.debug_barrier()
     _fill_misses(
-        positions_ptr, host_table_ptr + request * host_table_stride, code_ptr,
+        positions_ptr, host_table_ptr + state64 * host_table_stride, code_ptr,
         rows_ptr, map_ptr, slot_pos_ptr, hot_blocks_ptr + mixed * G * HB,
         overflow_blocks_ptr + mixed * OB, stacks_ptr, misses_ptr, taken_ptr,
         plan_src_ptr + request * plan_stride, plan_slot_ptr + request * plan_stride,

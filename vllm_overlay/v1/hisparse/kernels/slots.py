@@ -18,6 +18,7 @@ def _slots_kernel(
     page_frame_ptr,
     frame_blocks_ptr,
     slots_ptr,
+    token_request_ptr,
     num_slots,
     num_pages,
     slots_stride,
@@ -37,6 +38,9 @@ def _slots_kernel(
         token = first + tl.arange(0, TILE)
         lane = token < end
         live = lane & (state >= 0)
+        if tl.program_id(1) == 0:
+            owner = tl.where(live, request, -1)
+            tl.store(token_request_ptr + token, owner, mask=lane)
         pos = tl.load(positions_ptr + token, mask=live, other=-1).to(tl.int32)
         page = pos // BLOCK_SIZE
         offset = pos - page * BLOCK_SIZE
@@ -61,6 +65,7 @@ def slot_mappings(
     state_row: torch.Tensor,
     residency: Residency,
     slots: torch.Tensor,
+    token_request: torch.Tensor,
     *,
     block_size: int,
     tile: int = 1024,
@@ -77,6 +82,8 @@ def slot_mappings(
         slots: int64 ``[1 + G, N]``, out, N >= T. Row 0 the indexer, row 1 + g stack g:
             block * block_size + offset; -1 for padding, for tokens behind the batch
             and for pages without a frame.
+        token_request: int32 ``[N]``, out. Batch row of each token; -1 for padding and
+            for tokens behind the batch.
         block_size: Tokens of a page, a power of two.
         tile: Tokens a program looks at together, a power of two.
         groups_per_program: Rows of ``slots`` per program, a divisor of 1 + G.
@@ -92,6 +99,7 @@ def slot_mappings(
         checks.expect("query_start", query_start, i32, num_requests + 1)
         checks.expect("state_row", state_row, i32, None)
         checks.expect("slots", slots, i64, width, None)
+        checks.expect("token_request", token_request, i32, slots.shape[1])
     groups = groups_per_program or (width if slots.device.type == "cpu" else 1)
     _slots_kernel[(num_requests + 1, width // groups)](
         positions,
@@ -100,6 +108,7 @@ def slot_mappings(
         residency.page_frame,
         residency.frame_blocks,
         slots,
+        token_request,
         slots.shape[1],
         residency.page_frame.shape[1],
         slots.stride(0),
@@ -117,15 +126,18 @@ def slot_mappings_reference(
     state_row: torch.Tensor,
     residency: Residency,
     slots: torch.Tensor,
+    token_request: torch.Tensor,
     *,
     block_size: int,
 ) -> None:
     """`slot_mappings` in torch, with the same arguments and effects."""
     slots[:, int(query_start[0]) :] = -1
+    token_request[int(query_start[0]) :] = -1
     starts = query_start.tolist()
     for request, state in enumerate(state_row.tolist()):
         for token in range(starts[request], starts[request + 1]):
             page, offset = divmod(int(positions[token]), block_size)
+            token_request[token] = request if state >= 0 else -1
             in_table = state >= 0 and 0 <= page < residency.page_frame.shape[1]
             frame = int(residency.page_frame[state, page]) if in_table else -1
             if frame >= 0:

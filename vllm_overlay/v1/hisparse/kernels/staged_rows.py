@@ -8,8 +8,25 @@ import triton.language as tl
 
 from . import checks
 from .fetch import CHUNK_BYTES, launch_shape
+from .owner import owner_of
 from .shapes import row_warps, token_tile
-from .tensors import FAULT_NO_FRAME, NO_ROW, Residency
+from .tensors import FAULT_NO_FRAME, NO_ROW, HotBlocks, Residency
+
+
+@triton.jit
+def _lease_block(
+    hot_blocks_ptr, overflow_blocks_ptr, mixed, number, mask,
+    HOT: tl.constexpr, OB: tl.constexpr,
+):  # fmt: skip
+    """Block of this number in the leases of mixed rows; hot blocks come first."""
+    mixed = mixed.to(tl.int64)
+    over = number - HOT
+    block = tl.load(
+        hot_blocks_ptr + mixed * HOT + number, mask=mask & (over < 0), other=0
+    )
+    return block + tl.load(
+        overflow_blocks_ptr + mixed * OB + over, mask=mask & (over >= 0), other=0
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests"])
@@ -20,8 +37,10 @@ def _staged_rows_kernel(
     page_count_ptr,
     page_frame_ptr,
     frame_blocks_ptr,
+    mixed_row_ptr,
     staging_index_ptr,
-    staging_blocks_ptr,
+    hot_blocks_ptr,
+    overflow_blocks_ptr,
     stacks_ptr,
     rows_ptr,
     valid_ptr,
@@ -32,9 +51,10 @@ def _staged_rows_kernel(
     positions_stride,
     rows_stack_stride,
     rows_stride,
-    staging_stride,
     block_stride_rows,
     K: tl.constexpr,
+    HOT: tl.constexpr,
+    OB: tl.constexpr,
     G: tl.constexpr,
     NS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -49,9 +69,9 @@ def _staged_rows_kernel(
     lane = in_step[:, None] & (k < K)[None, :]
     entry = (token * positions_stride)[:, None] + k[None, :]
     pos = tl.load(positions_ptr + entry, mask=lane, other=-1)
-    request = tl.load(token_request_ptr + token, mask=in_step, other=-1)
-    in_batch = (request >= 0) & (request < num_requests)
-    state = tl.load(state_row_ptr + request, mask=in_batch, other=-1)
+    request, state = owner_of(
+        token_request_ptr, state_row_ptr, token, in_step, num_requests
+    )
     count = tl.load(page_count_ptr + state, mask=state >= 0, other=0)
     page = pos // BLOCK_SIZE
     offset = pos - page * BLOCK_SIZE
@@ -61,7 +81,11 @@ def _staged_rows_kernel(
     is_resident = frame >= 0
     indices = staging_index_ptr + request.to(tl.int64)[:, None] * num_pages
     staged = tl.load(indices + page, mask=valid & (frame < 0), other=-1)
-    is_staged = staged >= 0
+    mixed = tl.load(mixed_row_ptr + state, mask=state >= 0, other=-1)
+    is_staged = (staged >= 0) & (mixed >= 0)[:, None]
+    staging_block = _lease_block(
+        hot_blocks_ptr, overflow_blocks_ptr, mixed[:, None], staged, is_staged, HOT, OB
+    )
     has_row = is_resident | is_staged
     if COUNT_VALID:
         tl.store(valid_ptr + token, tl.sum(has_row.to(tl.int32), 1), mask=in_step)
@@ -73,10 +97,8 @@ def _staged_rows_kernel(
         block = tl.load(
             frame_blocks_ptr + frame * (1 + G) + 1 + stack, mask=is_resident, other=0
         )
-        block += tl.load(
-            staging_blocks_ptr + i * staging_stride + staged, mask=is_staged, other=0
-        )
-        row = tl.where(has_row, block * block_stride_rows + offset, -1)
+        row = (block + staging_block) * block_stride_rows + offset
+        row = tl.where(has_row, row, -1)
         entry = (token * rows_stride)[:, None] + k[None, :]
         tl.store(rows_ptr + i * rows_stack_stride + entry, row, mask=lane)
 
@@ -87,8 +109,8 @@ def staged_rows(
     state_row: torch.Tensor,
     page_count: torch.Tensor,
     residency: Residency,
+    hot: HotBlocks,
     staging_index: torch.Tensor,
-    staging_blocks: torch.Tensor,
     stacks: torch.Tensor,
     rows: torch.Tensor,
     faults: torch.Tensor,
@@ -106,9 +128,8 @@ def staged_rows(
         state_row: int32 ``[B]``. State row, -1 for a padded request.
         page_count: int32 ``[S]``. Pages of the request in each state row.
         residency: Page tables.
+        hot: Leased blocks, in which the pages are staged.
         staging_index: int32 ``[B, P]``, dense, from `list_pages`.
-        staging_blocks: int32 ``[NS, C]``. Staging blocks of each stack; a stride of 0
-            between stacks (``expand``) is fine.
         stacks: int32 ``[NS]`` on the device.
         rows: int32 ``[NS, T, K]``, out. Physical row; -1 for padding.
         faults: int32 ``[NUM_FAULTS]``. Cell FAULT_NO_FRAME becomes 1 if a position
@@ -129,10 +150,10 @@ def staged_rows(
         checks.expect("positions", positions, i32, None, None)
         checks.expect("token_request", token_request, i32, num_tokens)
         checks.expect("staging_index", staging_index, i32, None, num_pages)
-        checks.expect("staging_blocks", staging_blocks, i32, num_stacks, None)
         checks.expect("rows", rows, i32, num_stacks, num_tokens, top_k)
         checks.expect("faults", faults, i32, None)
         checks.expect_dense("staging_index", staging_index)
+        checks.expect_dense("hot_blocks", hot.hot_blocks)
     if num_tokens == 0:
         return
     tile = triton.next_power_of_2(top_k)
@@ -144,8 +165,10 @@ def staged_rows(
         page_count,
         residency.page_frame,
         residency.frame_blocks,
+        residency.mixed_row,
         staging_index,
-        staging_blocks,
+        hot.hot_blocks,
+        hot.overflow_blocks,
         stacks,
         rows,
         valid,
@@ -156,9 +179,10 @@ def staged_rows(
         positions.stride(0),
         rows.stride(0),
         rows.stride(1),
-        staging_blocks.stride(0),
         block_stride_rows,
         K=top_k,
+        HOT=hot.hot_blocks[0].numel(),
+        OB=hot.overflow_blocks.shape[1],
         G=residency.frame_blocks.shape[1] - 1,
         NS=stacks.shape[0],
         BLOCK_SIZE=block_size,
@@ -175,8 +199,8 @@ def staged_rows_reference(
     state_row: torch.Tensor,
     page_count: torch.Tensor,
     residency: Residency,
+    hot: HotBlocks,
     staging_index: torch.Tensor,
-    staging_blocks: torch.Tensor,
     stacks: torch.Tensor,
     rows: torch.Tensor,
     faults: torch.Tensor,
@@ -196,33 +220,49 @@ def staged_rows_reference(
             frame = staged = -1
             if page < page_count[state]:
                 frame = int(residency.page_frame[state, page])
-                staged = int(staging_index[request, page]) if frame < 0 else -1
+                if frame < 0 <= residency.mixed_row[state]:
+                    staged = int(staging_index[request, page])
             if frame < 0 and staged < 0:
                 faults[FAULT_NO_FRAME.value] = 1
                 continue
             for i, stack in enumerate(stacks.tolist()):
-                block = staging_blocks[i, staged]
                 if frame >= 0:
                     block = residency.frame_blocks[frame, 1 + stack]
+                else:
+                    block = _lease(hot, residency.mixed_row[state])[staged]
                 rows[i, token, k] = block * block_stride_rows + offset
     if valid is not None:
         valid.copy_((rows[0] >= 0).sum(1))
+
+
+def _lease(hot: HotBlocks, mixed: torch.Tensor) -> torch.Tensor:
+    """All blocks of a mixed row's lease."""
+    return torch.cat([hot.hot_blocks[mixed].flatten(), hot.overflow_blocks[mixed]])
 
 
 @triton.jit(do_not_specialize=["capacity", "layer_chunk"])
 def _copy_pages_kernel(
     staged_pages_ptr,
     staged_count_ptr,
-    staging_blocks_ptr,
+    state_row_ptr,
+    mixed_row_ptr,
+    hot_blocks_ptr,
+    overflow_blocks_ptr,
     host_ptr,
     slab_ptr,
     capacity,
     layer_chunk,
+    HOT: tl.constexpr,
+    OB: tl.constexpr,
     PAGE_CHUNKS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    count = tl.minimum(tl.load(staged_count_ptr), capacity)
+    request = tl.program_id(1).to(tl.int64)
+    state = tl.load(state_row_ptr + request)
+    mixed = tl.load(mixed_row_ptr + state, mask=state >= 0, other=-1)
+    count = tl.load(staged_count_ptr + request, mask=mixed >= 0, other=0)
+    count = tl.minimum(count, capacity)
     word = tl.arange(0, 4)
     end = count.to(tl.int64) * PAGE_CHUNKS
     step = tl.num_programs(0) * TILE
@@ -231,8 +271,12 @@ def _copy_pages_kernel(
         lane = chunk < end
         number = (chunk // PAGE_CHUNKS).to(tl.int32)
         part = chunk - number.to(tl.int64) * PAGE_CHUNKS
-        page = tl.load(staged_pages_ptr + number, mask=lane, other=0)
-        block = tl.load(staging_blocks_ptr + number, mask=lane, other=0)
+        page = tl.load(
+            staged_pages_ptr + request * capacity + number, mask=lane, other=0
+        )
+        block = _lease_block(
+            hot_blocks_ptr, overflow_blocks_ptr, mixed, number, lane, HOT, OB
+        )
         from_chunk = page.to(tl.int64) * PAGE_CHUNKS + part
         to_chunk = block.to(tl.int64) * BLOCK_CHUNKS + layer_chunk + part
         words = tl.load(
@@ -250,7 +294,9 @@ def _copy_pages_kernel(
 def copy_pages(
     staged_pages: torch.Tensor,
     staged_count: torch.Tensor,
-    staging_blocks: torch.Tensor,
+    state_row: torch.Tensor,
+    residency: Residency,
+    hot: HotBlocks,
     host_pages: torch.Tensor,
     slab: torch.Tensor,
     *,
@@ -258,17 +304,19 @@ def copy_pages(
     programs: int | None = None,
     tile: int | None = None,
 ) -> None:
-    """Copy one layer's staged pages from the host into the staging blocks.
+    """Copy one layer's staged pages from the host into the requests' leases.
 
     Args:
-        staged_pages: int32 ``[C]`` from `list_pages`.
-        staged_count: int32 ``[1]`` from `list_pages`; at most C pages are copied.
-        staging_blocks: int32 ``[C]``. Staging blocks of the layer's stack.
+        staged_pages: int32 ``[B, C]``, dense, from `list_pages`.
+        staged_count: int32 ``[B]`` from `list_pages`; at most C pages are copied.
+        state_row: int32 ``[B]``, as given to `list_pages`.
+        residency: Page tables; only ``mixed_row`` is read.
+        hot: Leased blocks; C of them for each mixed row.
         host_pages: uint8 ``[host pages, page_bytes]``, dense, 16-byte aligned; pinned
             host memory where the slab is on a GPU.
         slab: uint8 ``[blocks, block_bytes]``, dense, 16-byte aligned; written.
         layer_offset: Byte of a block at which the layer's page begins.
-        programs: Programs of the launch.
+        programs: Programs for each request.
         tile: 16-byte chunks a program copies at a time, a power of two.
 
     Raises:
@@ -276,8 +324,13 @@ def copy_pages(
     """
     page_bytes, block_bytes = host_pages.shape[1], slab.shape[1]
     if checks.ENABLED:
-        checks.expect("staged_pages", staged_pages, torch.int32, None)
-        checks.expect("staging_blocks", staging_blocks, torch.int32, len(staged_pages))
+        lease_blocks = hot.hot_blocks[0].numel() + hot.overflow_blocks.shape[1]
+        checks.expect("staged_pages", staged_pages, torch.int32, None, None)
+        checks.expect("staged_count", staged_count, torch.int32, len(staged_pages))
+        checks.expect("state_row", state_row, torch.int32, len(staged_pages))
+        checks.expect_at_most("capacity", staged_pages.shape[1], lease_blocks)
+        checks.expect_dense("staged_pages", staged_pages)
+        checks.expect_dense("hot_blocks", hot.hot_blocks)
         checks.expect("host_pages", host_pages, torch.uint8, None, None)
         checks.expect("slab", slab, torch.uint8, None, None)
         checks.expect_dense("host_pages", host_pages)
@@ -285,15 +338,22 @@ def copy_pages(
         checks.expect_at_most("end of the page", layer_offset + page_bytes, block_bytes)
         for value in (page_bytes, block_bytes, layer_offset):
             checks.expect_multiple("page, block and offset", value, CHUNK_BYTES)
+    if len(staged_pages) == 0:
+        return
     programs, tile = launch_shape(slab.device, programs, tile)
-    _copy_pages_kernel[(programs,)](
+    _copy_pages_kernel[(programs, len(staged_pages))](
         staged_pages,
         staged_count,
-        staging_blocks,
+        state_row,
+        residency.mixed_row,
+        hot.hot_blocks,
+        hot.overflow_blocks,
         host_pages.view(torch.int32),
         slab.view(torch.int32),
-        staged_pages.shape[0],
+        staged_pages.shape[1],
         layer_offset // CHUNK_BYTES,
+        HOT=hot.hot_blocks[0].numel(),
+        OB=hot.overflow_blocks.shape[1],
         PAGE_CHUNKS=page_bytes // CHUNK_BYTES,
         BLOCK_CHUNKS=block_bytes // CHUNK_BYTES,
         TILE=tile,
@@ -304,14 +364,19 @@ def copy_pages(
 def copy_pages_reference(
     staged_pages: torch.Tensor,
     staged_count: torch.Tensor,
-    staging_blocks: torch.Tensor,
+    state_row: torch.Tensor,
+    residency: Residency,
+    hot: HotBlocks,
     host_pages: torch.Tensor,
     slab: torch.Tensor,
     *,
     layer_offset: int,
 ) -> None:
     """`copy_pages` in torch, with the same arguments and effects."""
-    count = min(int(staged_count), len(staged_pages))
-    blocks = staging_blocks[:count].long()
-    source = host_pages[staged_pages[:count].long()]
-    slab[blocks, layer_offset : layer_offset + host_pages.shape[1]] = source
+    for request, state in enumerate(state_row.tolist()):
+        mixed = residency.mixed_row[state]
+        if state >= 0 and mixed >= 0:
+            count = min(int(staged_count[request]), staged_pages.shape[1])
+            blocks = _lease(hot, mixed)[:count].long()
+            source = host_pages[staged_pages[request, :count].long()]
+            slab[blocks, layer_offset : layer_offset + host_pages.shape[1]] = source

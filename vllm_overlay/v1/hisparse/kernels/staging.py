@@ -2,9 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Prefill over host-only pages: stage the pages that a chunk's top-k touches (D26).
 
-The order is `mark_pages` (in one or several launches), `list_pages`, and then for each
-layer of the unit `copy_pages`, and once for the unit `staged_rows` (`staged_rows.py`).
-Staging blocks hold one layer at a time, so every layer may use the same ones.
+The order is `mark_pages` (in one or several launches), `list_pages`, once for the unit
+`staged_rows`, and then for each of its layers `copy_pages` (`staged_rows.py`).
+
+A request's pages are staged in the blocks of its own hot lease, all of them, hot and
+overflow: page number i in the i-th of them. They hold one layer at a time, so every
+layer uses the same ones. Its hot rows are lost by that; the LRU must be reset.
 """
 
 import torch
@@ -12,6 +15,7 @@ import triton
 import triton.language as tl
 
 from . import checks
+from .owner import owner_of
 from .shapes import token_tile
 from .tensors import Residency
 
@@ -40,9 +44,9 @@ def _mark_kernel(
     lane = in_step[:, None] & (k < K)[None, :]
     entry = (token * positions_stride)[:, None] + k[None, :]
     pos = tl.load(positions_ptr + entry, mask=lane, other=-1)
-    request = tl.load(token_request_ptr + token, mask=in_step, other=-1)
-    in_batch = (request >= 0) & (request < num_requests)
-    state = tl.load(state_row_ptr + request, mask=in_batch, other=-1)
+    request, state = owner_of(
+        token_request_ptr, state_row_ptr, token, in_step, num_requests
+    )
     count = tl.load(page_count_ptr + state, mask=state >= 0, other=0)
     page = pos // BLOCK_SIZE
     valid = (pos >= 0) & (page < count[:, None])
@@ -134,7 +138,7 @@ def mark_pages_reference(
             marks[request, page[residency.page_frame[state, page] < 0]] = 1
 
 
-@triton.jit(do_not_specialize=["num_requests", "capacity"])
+@triton.jit(do_not_specialize=["capacity"])
 def _list_kernel(
     state_row_ptr,
     page_count_ptr,
@@ -143,32 +147,32 @@ def _list_kernel(
     staging_index_ptr,
     staged_pages_ptr,
     staged_count_ptr,
-    num_requests,
     capacity,
     num_pages,
     host_table_stride,
     TILE: tl.constexpr,
 ):
+    request = tl.program_id(0).to(tl.int64)
+    state = tl.load(state_row_ptr + request)
+    count = tl.load(page_count_ptr + state, mask=state >= 0, other=0)
+    row = request * num_pages
+    table = host_table_ptr + state.to(tl.int64) * host_table_stride
+    pages = staged_pages_ptr + request * capacity
     total = 0
-    for request in range(0, num_requests):
-        state = tl.load(state_row_ptr + request)
-        count = tl.load(page_count_ptr + state, mask=state >= 0, other=0)
-        row = tl.cast(request, tl.int64) * num_pages
-        table = host_table_ptr + tl.cast(request, tl.int64) * host_table_stride
-        for first in range(0, count, TILE):
-            page = first + tl.arange(0, TILE)
-            lane = page < count
-            mark = tl.load(marks_ptr + row + page, mask=lane, other=0).to(tl.int32)
-            host_page = tl.load(table + page, mask=lane, other=0)
-            index = total + tl.cumsum(mark, 0) - mark
-            is_staged = (mark != 0) & (index < capacity)
-            tl.store(staged_pages_ptr + index, host_page, mask=is_staged)
-            index = tl.where(is_staged, index, -1)
-            tl.store(staging_index_ptr + row + page, index, mask=lane)
-            tl.debug_barrier()
-            tl.store(marks_ptr + row + page, tl.zeros([TILE], tl.int8), mask=lane)
-            total += tl.sum(mark, 0)
-    tl.store(staged_count_ptr, total)
+    for first in range(0, count, TILE):
+        page = first + tl.arange(0, TILE)
+        lane = page < count
+        mark = tl.load(marks_ptr + row + page, mask=lane, other=0).to(tl.int32)
+        host_page = tl.load(table + page, mask=lane, other=0)
+        index = total + tl.cumsum(mark, 0) - mark
+        is_staged = (mark != 0) & (index < capacity)
+        tl.store(pages + index, host_page, mask=is_staged)
+        index = tl.where(is_staged, index, -1)
+        tl.store(staging_index_ptr + row + page, index, mask=lane)
+        tl.debug_barrier()
+        tl.store(marks_ptr + row + page, tl.zeros([TILE], tl.int8), mask=lane)
+        total += tl.sum(mark, 0)
+    tl.store(staged_count_ptr + request, total)
 
 
 def list_pages(
@@ -182,20 +186,21 @@ def list_pages(
     *,
     tile: int | None = None,
 ) -> None:
-    """Number the marked pages, in the order of batch rows and pages.
+    """Number the marked pages of each request, in their order.
 
     A host page that two requests share is staged for each of them.
 
     Args:
         state_row: int32 ``[B]``. State row, -1 for a padded request.
         page_count: int32 ``[S]``. Pages of the request in each state row.
-        host_table: int32 ``[B, P]``. Host page of each page of the batch's requests.
+        host_table: int32 ``[S, P]``. Host page of each page, by state row.
         marks: int8 ``[B, P]``, dense, from `mark_pages`; zero again afterwards.
         staging_index: int32 ``[B, P]``, dense, out. Number of a marked page; -1 for
             the others and for those beyond the capacity. Entries beyond a request's
             pages, and rows of padded requests, keep what they had.
-        staged_pages: int32 ``[C]``, out. Host page of each number; C is the capacity.
-        staged_count: int32 ``[1]``, out. Marked pages. Above C, the pages beyond are
+        staged_pages: int32 ``[B, C]``, dense, out. Host page of each number; C is the
+            capacity, blocks of a lease.
+        staged_count: int32 ``[B]``, out. Marked pages. Above C, the pages beyond are
             not staged and the chunk must be split.
         tile: Pages looked at together, a power of two.
 
@@ -210,11 +215,14 @@ def list_pages(
         checks.expect("host_table", host_table, i32, None, None)
         checks.expect("marks", marks, torch.int8, None, num_pages)
         checks.expect("staging_index", staging_index, i32, None, num_pages)
-        checks.expect("staged_pages", staged_pages, i32, None)
-        checks.expect("staged_count", staged_count, i32, 1)
+        checks.expect("staged_pages", staged_pages, i32, num_requests, None)
+        checks.expect("staged_count", staged_count, i32, num_requests)
         checks.expect_dense("marks", marks)
         checks.expect_dense("staging_index", staging_index)
-    _list_kernel[(1,)](
+        checks.expect_dense("staged_pages", staged_pages)
+    if num_requests == 0:
+        return
+    _list_kernel[(num_requests,)](
         state_row,
         page_count,
         host_table,
@@ -222,8 +230,7 @@ def list_pages(
         staging_index,
         staged_pages,
         staged_count,
-        num_requests,
-        staged_pages.shape[0],
+        staged_pages.shape[1],
         num_pages,
         host_table.stride(0),
         # 4,096: 93 registers; 16,384 in one tile spills (compiled for sm_90).
@@ -242,14 +249,14 @@ def list_pages_reference(
     staged_count: torch.Tensor,
 ) -> None:
     """`list_pages` in torch, with the same arguments and effects."""
-    total = 0
     for request, state in enumerate(state_row.tolist()):
+        total = 0
         for page in range(int(page_count[state]) if state >= 0 else 0):
             staging_index[request, page] = -1
             if marks[request, page]:
-                if total < len(staged_pages):
+                if total < staged_pages.shape[1]:
                     staging_index[request, page] = total
-                    staged_pages[total] = host_table[request, page]
+                    staged_pages[request, total] = host_table[state, page]
                 total += 1
                 marks[request, page] = 0
-    staged_count[0] = total
+        staged_count[request] = total

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import checks
+from .owner import owner_of
 from .shapes import entry_tile, row_warps, token_tile
 from .tensors import CODE_HOT, NO_ROW, HotBlocks, Residency
 
@@ -49,9 +50,9 @@ def _translate_kernel(
     lane = in_step[:, None] & (k < K)[None, :]
     entry = (token * code_stride)[:, None] + k[None, :]
     code = tl.load(code_ptr + entry, mask=lane, other=-1)
-    request = tl.load(token_request_ptr + token, mask=in_step, other=-1)
-    in_batch = (request >= 0) & (request < num_requests)
-    state = tl.load(state_row_ptr + request, mask=in_batch, other=-1)
+    _, state = owner_of(
+        token_request_ptr, state_row_ptr, token, in_step, num_requests
+    )
     mixed = tl.load(mixed_row_ptr + state, mask=state >= 0, other=-1)
     is_mixed = (mixed >= 0)[:, None]
     mixed64 = mixed.to(tl.int64)[:, None]

@@ -1,87 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""The batch of the current step, as the resolver needs it."""
+"""The batch of a forward pass, as the resolver needs it.
 
+Its tensors are persistent, so that a captured graph finds the next step's values in
+them. What Python decides by is a `StepShape`, made before the step's first launch.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+NO_ROW = -1
+
 
 @dataclass(frozen=True)
-class Batch:
-    """Requests and tokens of one forward pass.
+class TailRequest:
+    """A request of the tail, by its place in the batch.
 
     Attributes:
-        state_row: int32 ``[B]``, -1 for padded requests.
-        query_start: int32 ``[B + 1]``, first token of each request.
-        host_table: int32 ``[B, P]``, host page of each page of a request.
-        token_request: int32 ``[T]``, batch row of each token.
+        request: Batch row.
+        first: Its first token of the step.
+        last: One behind its last token.
+        host_pages: Pages of it that are on the host only.
     """
 
-    state_row: torch.Tensor
-    query_start: torch.Tensor
-    host_table: torch.Tensor
-    token_request: torch.Tensor
+    request: int
+    first: int
+    last: int
+    host_pages: int
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the host knows of a step.
+
+    Attributes:
+        is_mixed: Whether a request of the batch may hold a hot lease.
+        tail: Requests from the first mixed one on that has more query rows than its
+            hot buffer resolves at once: a prefill. Their pages are staged (D26).
+    """
+
+    is_mixed: bool
+    tail: tuple[TailRequest, ...] = ()
 
     @classmethod
-    def build(
+    def of(
         cls,
-        state_row: torch.Tensor,
-        query_start: torch.Tensor,
-        host_table: torch.Tensor,
-    ) -> "Batch":
-        """Derive each token's batch row."""
-        lengths = query_start.diff()
-        request = torch.arange(len(lengths), dtype=torch.int32)
-        return cls(
-            state_row=state_row,
-            query_start=query_start,
-            host_table=host_table,
-            token_request=torch.repeat_interleave(request, lengths),
-        )
+        counts: Sequence[int],
+        is_leased: Sequence[bool],
+        host_pages: Sequence[int],
+        max_query_rows: int,
+    ) -> "StepShape":
+        """Look at a batch.
+
+        Args:
+            counts: Tokens of each request, in the order of the batch.
+            is_leased: Whether it holds a hot lease.
+            host_pages: Pages of it that are on the host only.
+            max_query_rows: Query rows of a request that are resolved at once.
+        """
+        long = (n > max_query_rows for n in counts)
+        starts = (i for i, pair in enumerate(zip(is_leased, long)) if all(pair))
+        first = next(starts, len(counts))
+        token = sum(counts[:first])
+        tail = []
+        for request in range(first, len(counts)):
+            last = token + counts[request]
+            tail.append(TailRequest(request, token, last, host_pages[request]))
+            token = last
+        return cls(any(is_leased), tuple(tail))
+
+    def decoding(self) -> "StepShape":
+        """The same requests with one token each, as a drafter runs them."""
+        return StepShape(self.is_mixed)
 
 
-@dataclass(frozen=True)
-class TokenGroup:
-    """Tokens that are resolved and attended to together.
+# A captured graph must do whatever a later step may need.
+ANY_STEP = StepShape(is_mixed=True)
+
+
+class Batch:
+    """Requests and tokens of the current forward pass.
 
     Attributes:
-        tokens: Long ``[n]``, indices of the step's tokens.
-        token_request: int32 ``[n]``, batch row of each.
-        query_start: int32 ``[B + 1]`` into `tokens`.
-        is_mixed: Whether the tokens' requests hold hot leases.
+        state_row: int32 ``[max requests]``, -1 for padded requests.
+        query_start: int32 ``[max requests + 1]``, first token of each request.
+        token_request: int32 ``[max tokens]``, batch row of each token, or -1.
+        host_table: int32 ``[S, P]``, host page of each page, by state row.
+        num_requests: Requests, padded ones included.
+        shape: What Python decides by.
     """
 
-    tokens: torch.Tensor
-    token_request: torch.Tensor
-    query_start: torch.Tensor
-    is_mixed: bool
+    def __init__(
+        self, max_requests: int, max_tokens: int, host_table: torch.Tensor
+    ) -> None:
+        int32 = {"dtype": torch.int32, "device": host_table.device}
+        self.state_row = torch.full((max_requests,), NO_ROW, **int32)
+        self.query_start = torch.zeros(max_requests + 1, **int32)
+        self.token_request = torch.full((max_tokens,), NO_ROW, **int32)
+        self.host_table = host_table
+        self.num_requests = 0
+        self.shape = ANY_STEP
 
+    def set_requests(self, state_row: torch.Tensor, num_padded: int) -> None:
+        """Take the requests of a step.
 
-def split_tokens(
-    batch: Batch, mixed: torch.Tensor, max_query_rows: int
-) -> list[TokenGroup]:
-    """Split a batch into tokens of resident requests and small groups of the others.
+        Args:
+            state_row: Integers ``[B]``.
+            num_padded: B, with padded requests.
+        """
+        num_requests = len(state_row)
+        self.state_row[:num_requests] = state_row
+        self.state_row[num_requests:] = NO_ROW
+        self.num_requests = num_padded
 
-    A request's rows of one group share its hot buffer, so a group has at most
-    `max_query_rows` of them; a prefill chunk of a mixed request takes several groups,
-    one after the other.
+    def set_query_start(self, query_start: torch.Tensor) -> None:
+        """Take the first token of each request; padded requests have no tokens.
 
-    Args:
-        batch: The step's batch.
-        mixed: bool ``[B]``, whether a request holds a hot lease.
-        max_query_rows: Query rows of a request that one group may have.
-    """
-    is_mixed = mixed[batch.token_request.long()]
-    index_in_request = torch.arange(len(batch.token_request), dtype=torch.int32)
-    index_in_request -= batch.query_start[batch.token_request.long()]
-    turn = torch.where(is_mixed, index_in_request // max_query_rows, -1)
-    groups = []
-    for number in turn.unique().tolist():
-        tokens = (turn == number).nonzero().squeeze(1)
-        token_request = batch.token_request[tokens]
-        counts = torch.bincount(token_request.long(), minlength=len(mixed))
-        query_start = torch.zeros(len(mixed) + 1, dtype=torch.int32)
-        query_start[1:] = counts.cumsum(0)
-        groups.append(TokenGroup(tokens, token_request, query_start, number >= 0))
-    return groups
+        Args:
+            query_start: Integers ``[B + 1]``.
+        """
+        num_starts = len(query_start)
+        self.query_start[:num_starts] = query_start
+        self.query_start[num_starts:] = query_start[-1:]
+
+    def set_dummy(self, num_requests: int) -> None:
+        """Take requests that are all padding, for a dummy run or a capture."""
+        self.state_row.fill_(NO_ROW)
+        self.query_start.zero_()
+        self.token_request.fill_(NO_ROW)
+        self.num_requests = num_requests
+        self.shape = ANY_STEP

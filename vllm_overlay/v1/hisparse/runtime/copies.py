@@ -1,21 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""Page copies between device and host, on the CPU platform (D29).
+"""Page copies between device and host, in batches of plain byte ranges."""
 
-"Device" and "host" are two CPU tensors here. Completions are real and may be late
-and out of order: a test sets `delay_steps` and `reorder`. A write-back moves its
-bytes when it completes, not when it is asked for, so that a frame that is given
-away too early shows.
-"""
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from collections.abc import Callable, Iterator
-
+import numpy as np
 import torch
 
 from ..layout import DevicePlan
 from ..messages import PageCopy
 from ..pool import NULL_BLOCK
 from .host_pool import HostPool
+
+
+@dataclass(frozen=True)
+class ByteRanges:
+    """Copies of one batch; int64 arrays of the same length.
+
+    Attributes:
+        sources: Addresses to read from.
+        targets: Addresses to write to.
+        sizes: Bytes.
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole batch."""
+        return int(self.sizes.sum())
+
+    def reversed(self) -> "ByteRanges":
+        """The same ranges, copied the other way."""
+        return ByteRanges(self.targets, self.sources, self.sizes)
+
+
+class CopyEngine(Protocol):
+    """Moves bytes; see `cpu_copies` and `stream_copies`."""
+
+    def start(self, transfer_ids: list[int], ranges: list[ByteRanges]) -> None:
+        """Begin copies that read what earlier steps wrote on the device.
+
+        Args:
+            transfer_ids: Names of the copies.
+            ranges: Byte ranges of each.
+        """
+
+    def run(self, ranges: ByteRanges) -> None:
+        """Copy to the device, before anything that is launched after this call."""
+
+    def poll(self) -> list[int]:
+        """Copies that completed since the last call; one call is one step."""
+
+    @property
+    def num_pending(self) -> int:
+        """Copies that have not completed."""
+
+    def shutdown(self) -> None:
+        """Wait for what is under way."""
 
 
 class PageCopier:
@@ -25,42 +71,49 @@ class PageCopier:
         plan: Geometry.
         slab: uint8 ``[num_blocks, block_bytes]``, the device pool.
         host: The host pool.
-
-    Attributes:
-        delay_steps: Steps between asking for a write-back and its completion.
-        reorder: Order in which write-backs that are due complete, from their ids.
+        engine: Moves the bytes.
     """
 
-    def __init__(self, plan: DevicePlan, slab: torch.Tensor, host: HostPool) -> None:
-        self._plan, self._slab, self._host = plan, slab, host
-        self._pending: dict[int, tuple[int, PageCopy]] = {}
-        self._step = 0
-        self.delay_steps = 0
-        self.reorder: Callable[[list[int]], list[int]] = list
+    def __init__(
+        self,
+        plan: DevicePlan,
+        slab: torch.Tensor,
+        host: HostPool,
+        engine: CopyEngine,
+    ) -> None:
+        self.engine = engine
+        self._slab_address, self._block_bytes = slab.data_ptr(), plan.block_bytes
+        layers = [(0, p.byte_offset, p.name) for p in plan.indexers]
+        layers += [(1 + p.stack, p.byte_offset, p.name) for p in plan.latents]
+        columns, offsets, names = zip(*layers)
+        # Block of a frame in which a layer lies; column 0 is the indexers' block.
+        self._column = np.array(columns)
+        self._offset = np.array(offsets, dtype=np.int64)
+        pages = [host.layers[name] for name in names]
+        self._host_address = np.array([p.data_ptr() for p in pages], dtype=np.int64)
+        self._page_bytes = np.array([p.shape[1] for p in pages], dtype=np.int64)
+        self._frame_blocks = plan.frame_blocks
         self._restored_bytes = self._written_bytes = 0
 
     def write_back(self, copies: list[PageCopy]) -> None:
         """Start to copy pages to the host."""
-        for copy in copies:
-            self._pending[copy.transfer_id] = (self._step + self.delay_steps, copy)
+        if not copies:
+            return
+        ranges = [self._device_to_host([copy]) for copy in copies]
+        self.engine.start([copy.transfer_id for copy in copies], ranges)
+        self._written_bytes += sum(r.num_bytes for r in ranges)
 
     def restore(self, copies: list[PageCopy]) -> None:
-        """Copy pages, or parts of them, to the device; complete on return."""
-        for copy in copies:
-            for host_pages, device_pages, block in self._parts(copy):
-                device_pages[block] = host_pages[copy.page_id]
-                self._restored_bytes += host_pages.shape[1]
+        """Copy pages, or parts of them, to the device before the step's forward."""
+        if not copies:
+            return
+        ranges = self._device_to_host(copies).reversed()
+        self.engine.run(ranges)
+        self._restored_bytes += ranges.num_bytes
 
     def poll(self) -> list[int]:
         """Write-backs that completed since the last call; one call is one step."""
-        due = [t for t, (step, _) in self._pending.items() if step <= self._step]
-        self._step += 1
-        for transfer_id in self.reorder(due):
-            _, copy = self._pending.pop(transfer_id)
-            for host_pages, device_pages, block in self._parts(copy):
-                host_pages[copy.page_id] = device_pages[block]
-                self._written_bytes += host_pages.shape[1]
-        return due
+        return self.engine.poll()
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes restored and written back since the last call."""
@@ -71,22 +124,19 @@ class PageCopier:
     @property
     def num_pending(self) -> int:
         """Write-backs that have not completed."""
-        return len(self._pending)
+        return self.engine.num_pending
 
-    def _parts(
-        self, copy: PageCopy
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """A layer's host pages, its pages in the slab, and the block to copy."""
-        plan = self._plan
-        if copy.indexer_block != NULL_BLOCK:
-            for indexer in plan.indexers:
-                device_pages = self._pages(indexer.byte_offset, plan.indexer_page_bytes)
-                yield self._host.layers[indexer.name], device_pages, copy.indexer_block
-        if copy.latent_blocks:
-            for latent in plan.latents:
-                device_pages = self._pages(latent.byte_offset, plan.latent_page_bytes)
-                block = copy.latent_blocks[latent.stack]
-                yield self._host.layers[latent.name], device_pages, block
-
-    def _pages(self, byte_offset: int, page_bytes: int) -> torch.Tensor:
-        return self._slab[:, byte_offset : byte_offset + page_bytes]
+    def _device_to_host(self, copies: Sequence[PageCopy]) -> ByteRanges:
+        """Ranges of pages, or parts of them, from their blocks to their host pages."""
+        blocks = np.full((len(copies), self._frame_blocks), NULL_BLOCK, dtype=np.int64)
+        for row, copy in zip(blocks, copies):
+            row[0] = copy.indexer_block
+            if copy.latent_blocks:
+                row[1:] = copy.latent_blocks
+        by_layer = blocks[:, self._column]
+        device = self._slab_address + by_layer * self._block_bytes + self._offset
+        page_ids = np.array([copy.page_id for copy in copies], dtype=np.int64)
+        host = self._host_address + page_ids[:, None] * self._page_bytes
+        sizes = np.broadcast_to(self._page_bytes, device.shape)
+        there = by_layer != NULL_BLOCK
+        return ByteRanges(device[there], host[there], sizes[there])

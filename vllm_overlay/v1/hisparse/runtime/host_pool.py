@@ -2,23 +2,79 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """The host pool: one dense tensor of pages for each layer (D6)."""
 
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Protocol
+
 import torch
 
 from ..layout import DevicePlan
+
+TOUCH_CHUNK_BYTES = 1 << 30
+GIB = 1 << 30
+
+
+class Registrar(Protocol):
+    """Pins memory for the device, see `CudaRegistrar`."""
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        """Pin; returns 0, or the error's number."""
+
+    def unpin(self, address: int) -> int:
+        """Unpin; returns 0, or the error's number."""
+
+
+class CudaRegistrar:
+    """Pins with the CUDA runtime; the memory can be read by kernels then."""
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        """See `Registrar`."""
+        return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+
+    def unpin(self, address: int) -> int:
+        """See `Registrar`."""
+        return int(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 class HostPool:
     """Pages of all layers in host memory, pinned where there is a GPU.
 
+    Args:
+        plan: Geometry.
+        num_pages: Pages, the null page included.
+        registrar: Pins the memory; None where device and host are the same.
+        cpus: Processors near the device. Memory lies near the one that touches it
+            first, so they touch it all, in parallel.
+        progress: Called with the bytes touched so far and those of the pool.
+
     Attributes:
         buffer: uint8, the whole pool.
         layers: By layer name, uint8 ``[num_pages, page_bytes]`` views of `buffer`.
+
+    Raises:
+        RuntimeError: the memory cannot be pinned; nothing is held then.
     """
 
-    def __init__(self, plan: DevicePlan, num_pages: int, pin: bool) -> None:
-        self.buffer = torch.zeros(
-            num_pages * plan.host_page_bytes, dtype=torch.uint8, pin_memory=pin
+    def __init__(
+        self,
+        plan: DevicePlan,
+        num_pages: int,
+        registrar: Registrar | None = None,
+        cpus: Iterable[int] = (),
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._num_bytes = num_pages * plan.host_page_bytes
+        # Anonymous memory is zero, and takes no room until it is touched.
+        self.buffer = torch.frombuffer(
+            mmap.mmap(-1, self._num_bytes), dtype=torch.uint8
         )
+        self._registrar: Registrar | None = None
+        if registrar is not None:
+            touch(self.buffer, set(cpus), progress)
+            self._pin(registrar)
         self.layers: dict[str, torch.Tensor] = {}
         offsets = plan.host_layer_offsets(num_pages)
         for layer, offset in zip(plan.host_layers, offsets, strict=True):
@@ -26,6 +82,73 @@ class HostPool:
             view = self.buffer[offset : offset + size]
             self.layers[layer.name] = view.view(num_pages, layer.page_bytes)
 
-    def rows(self, layer_name: str, row_bytes: int) -> torch.Tensor:
-        """A layer's pages as rows, uint8 ``[num_pages * block_size, row_bytes]``."""
-        return self.layers[layer_name].view(-1, row_bytes)
+    def _pin(self, registrar: Registrar) -> None:
+        error = registrar.pin(self.buffer.data_ptr(), self._num_bytes)
+        if error:
+            raise RuntimeError(
+                f"HiSparse: host_pool_gib of {self._num_bytes / GIB:.2f} GiB cannot be "
+                f"pinned (CUDA error {error}); allowed: what this process may lock in "
+                "memory. Remedy: raise the limit (ulimit -l unlimited; in a container "
+                "--ulimit memlock=-1), or make host_pool_gib smaller."
+            )
+        self._registrar = registrar
+
+    def close(self) -> None:
+        """Unpin the memory; safe to call twice."""
+        if self._registrar is not None:
+            self._registrar.unpin(self.buffer.data_ptr())
+            self._registrar = None
+
+
+def touch(
+    buffer: torch.Tensor, cpus: set[int], progress: Callable[[int, int], None]
+) -> None:
+    """Give memory its place, with one thread on each processor.
+
+    Args:
+        buffer: uint8, dense; becomes zero.
+        cpus: Processors to use; those that this process may not use are left out,
+            and none means all it may use.
+        progress: Called with the bytes done and those of the buffer.
+    """
+    allowed = os.sched_getaffinity(0)
+    chosen = (cpus & allowed) or allowed
+    address, total = buffer.data_ptr(), buffer.numel()
+
+    def zero(start: int) -> int:
+        # Of this thread only.
+        os.sched_setaffinity(0, chosen)
+        size = min(TOUCH_CHUNK_BYTES, total - start)
+        ctypes.memset(address + start, 0, size)
+        return size
+
+    done = 0
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        starts = range(0, total, TOUCH_CHUNK_BYTES)
+        for piece in as_completed([pool.submit(zero, start) for start in starts]):
+            done += piece.result()
+            progress(done, total)
+
+
+def cpus_near(pci_address: str, sysfs: str = "/sys") -> set[int]:
+    """Processors of the NUMA node that a device is attached to.
+
+    Args:
+        pci_address: As in sysfs, ``0000:3b:00.0``.
+        sysfs: Root of sysfs.
+
+    Returns:
+        Their numbers; empty where the node is not known.
+    """
+    try:
+        with open(f"{sysfs}/bus/pci/devices/{pci_address}/numa_node") as file:
+            node = int(file.read())
+        with open(f"{sysfs}/devices/system/node/node{node}/cpulist") as file:
+            text = file.read().strip()
+    except (OSError, ValueError):
+        return set()
+    cpus: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus

@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""From the indexer's picks to physical rows that hold them (D21-D24).
+"""From the indexer's picks to physical rows that hold them (D21-D26).
 
-A unit's leader resolves; its followers reuse the plan. Each layer fetches its own
+A unit's leader resolves; its followers reuse the parts. Each layer brings its own
 bytes of the planned rows before its attention reads them.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
 from ..kernels.assign import assign
-from ..kernels.fetch import fetch_rows
 from ..kernels.lookup import lookup
-from ..kernels.tensors import (
-    NUM_COUNTERS,
-    NUM_FAULTS,
-    FetchPlan,
-    new_fetch_plan,
-    scratch_width,
-)
-from ..layout import IndexUnit, LatentPlace
-from .batch import Batch, TokenGroup, split_tokens
+from ..kernels.tensors import FetchPlan, new_fetch_plan
+from ..layout import IndexUnit
+from .batch import Batch, TailRequest
+from .buffers import ResolverBuffers
+from .parts import HotPart, LayerMemory, Part
+from .staging import Staging
 from .tables import ResidencyTables
+
+# Attention over some of the step's tokens: which, their physical rows int32 [n, K],
+# and how many of them count, int32 [n]. Returns [n, ...].
+Attention = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 FAULT_TEXTS = (
     "a selected row is neither on the device nor covered by a hot lease",
@@ -32,19 +31,10 @@ FAULT_TEXTS = (
 )
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A group's physical rows and what has to be fetched for them.
-
-    Attributes:
-        group: The tokens.
-        rows: int32 ``[NS, n, K]``, by stack of the unit; -1 pads.
-        plan: Rows to fetch; None where all are resident.
-    """
-
-    group: TokenGroup
-    rows: torch.Tensor
-    plan: FetchPlan | None
+def check_faults(cells: list[int]) -> None:
+    """Stop where the kernels found a broken state; its output would be wrong."""
+    broken = [text for cell, text in zip(cells, FAULT_TEXTS) if cell]
+    assert not broken, broken
 
 
 class UnitResolver:
@@ -52,95 +42,124 @@ class UnitResolver:
 
     Args:
         tables: Residency of this rank.
+        buffers: Shared by the units.
         index: The unit's place in the plan.
-        max_query_rows: Query rows of a request that are resolved at once.
+
+    Attributes:
+        parts: What the leader resolved last.
     """
 
     def __init__(
-        self, tables: ResidencyTables, index: int, max_query_rows: int
+        self, tables: ResidencyTables, buffers: ResolverBuffers, index: int
     ) -> None:
         self.unit: IndexUnit = tables.plan.device.units[index]
-        self._tables = tables
+        self.parts: list[Part] = []
+        self._tables, self._buffers = tables, buffers
         self._hot_unit = tables.units[index]
-        self._max_query_rows = max_query_rows
-        self._stacks = torch.tensor(self.unit.stacks, dtype=torch.int32)
-        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64)
-        self._taken = torch.zeros_like(self.counters)
-        self.resolved: list[Resolved] = []
+        self._counters = buffers.counters[index]
+        self._max_query_rows = 1 + tables.plan.hot.drafts
+        device = tables.page_count.device
+        self._stacks = torch.tensor(self.unit.stacks, dtype=torch.int32).to(device)
+        self._staging = Staging(tables, buffers, self._stacks)
+        # Row n: where the tokens of a single request with n query rows begin and end.
+        ends = torch.arange(self._max_query_rows + 1, dtype=torch.int32)
+        self._single = torch.stack([torch.zeros_like(ends), ends], 1).to(device)
 
-    def take_counters(self) -> list[int]:
-        """Increments since the last call, by `kernels.tensors` COUNTER_*."""
-        taken = self.counters - self._taken
-        self._taken += taken
-        return taken.tolist()
-
-    def start(self, batch: Batch) -> list[TokenGroup]:
-        """Begin a step: split its tokens."""
-        self.resolved = []
-        mixed_row = self._tables.residency.mixed_row
-        mixed = (batch.state_row >= 0) & (mixed_row[batch.state_row.long()] >= 0)
-        return split_tokens(batch, mixed, self._max_query_rows)
-
-    def resolve(
-        self, batch: Batch, group: TokenGroup, topk: torch.Tensor, stride: int
-    ) -> Resolved:
-        """Resolve a group's picks; advances the LRU of mixed requests.
+    def resolve(self, batch: Batch, topk: torch.Tensor, stride: int) -> None:
+        """Resolve a step's picks; advances the LRU of mixed requests.
 
         Args:
             batch: The step's batch.
-            group: Tokens of it.
-            topk: int32 ``[T, K]``, positions picked for the step's tokens.
+            topk: int32 ``[T, K]``, positions picked for the first T tokens.
             stride: Physical rows from one block of a layer to the next.
         """
-        positions = topk[group.tokens]
-        if group.is_mixed:
-            resolved = self._resolve_mixed(batch, group, positions, stride)
-        else:
-            resolved = self._resolve_resident(batch, group, positions, stride)
-        self.resolved.append(resolved)
-        return resolved
+        tail = [r for r in batch.shape.tail if r.first < len(topk)]
+        first = tail[0].first if tail else len(topk)
+        self.parts = []
+        if first:
+            requests = tail[0].request if tail else batch.num_requests
+            self.parts.append(self._head(batch, topk[:first], requests, stride))
+        if tail:
+            staged, others = self._staging.resolve(batch, topk, tail, stride)
+            self.parts += staged
+            for request in others:
+                self._resolve_slowly(batch, topk, request, stride)
+        if self._buffers.faults.device.type == "cpu":
+            check_faults(self._buffers.faults.tolist())
 
-    def _resolve_resident(
-        self, batch: Batch, group: TokenGroup, positions: torch.Tensor, stride: int
-    ) -> Resolved:
-        # The reference of `lookup` for requests without host-only pages: its kernel
-        # takes the interpreter milliseconds for each token.
+    def _head(
+        self, batch: Batch, topk: torch.Tensor, num_requests: int, stride: int
+    ) -> Part:
+        tokens = slice(0, len(topk))
+        if not batch.shape.is_mixed and not self._tables.use_kernels:
+            return self._resident(batch, topk, stride)
+        state_row = batch.state_row[:num_requests]
+        owner = batch.token_request[tokens]
+        outputs = self._buffers.outputs(len(self._stacks), len(topk))
+        rows, code, valid = outputs
+        self._lookup(topk, owner, state_row, outputs, stride)
+        if not batch.shape.is_mixed:
+            return Part(tokens, rows, valid)
+        query_start = batch.query_start[: num_requests + 1]
+        plan = self._buffers.plan
+        self._assign(topk, query_start, state_row, batch, rows, code, plan, stride)
+        return HotPart(tokens, rows, valid, plan, state_row)
+
+    def _resident(self, batch: Batch, topk: torch.Tensor, stride: int) -> Part:
+        """`lookup` in torch for a batch without a hot lease."""
         tables, size = self._tables, self._tables.block_size
-        valid = positions >= 0
-        page = positions.clamp(min=0).long() // size
-        state_row = batch.state_row[group.token_request.long()].long()
+        owner = batch.token_request[: len(topk)].long()
+        state_row = batch.state_row[owner].masked_fill_(owner < 0, -1).long()
+        valid = (topk >= 0) & (state_row >= 0).unsqueeze(1)
+        page = topk.clamp(min=0).long() // size
         frame = tables.residency.page_frame[state_row.unsqueeze(1), page]
         assert not (valid & (frame < 0)).any(), FAULT_TEXTS[0]
         blocks = tables.residency.frame_blocks[frame.clamp(min=0).long()]
-        rows = torch.stack(
-            [blocks[..., 1 + stack] * stride for stack in self.unit.stacks]
-        )
-        rows = torch.where(valid, rows + positions % size, -1)
-        return Resolved(group, rows, None)
+        rows = torch.stack([blocks[..., 1 + s] * stride for s in self.unit.stacks])
+        rows = torch.where(valid, rows + topk % size, -1)
+        return Part(slice(0, len(topk)), rows, valid.sum(1).int())
 
-    def _resolve_mixed(
-        self, batch: Batch, group: TokenGroup, positions: torch.Tensor, stride: int
-    ) -> Resolved:
-        tables, num_requests = self._tables, len(batch.state_row)
-        num_tokens, top_k = positions.shape
-        hot_rows = tables.plan.hot.hot_rows
-        entries = self._max_query_rows * top_k
-        rows = torch.empty(len(self._stacks), num_tokens, top_k, dtype=torch.int32)
-        code = torch.empty(num_tokens, top_k, dtype=torch.int32)
-        used = torch.zeros(num_requests, hot_rows, dtype=torch.int8)
-        faults = torch.zeros(NUM_FAULTS, dtype=torch.int32)
-        counters = torch.zeros(num_requests, NUM_COUNTERS, dtype=torch.int64)
-        plan = new_fetch_plan(num_requests, entries, "cpu")
-        # Requests without tokens in this group must not be touched.
-        has_tokens = group.query_start.diff() > 0
-        state_row = torch.where(has_tokens, batch.state_row, -1)
-        scratch = torch.empty(
-            num_requests, scratch_width(hot_rows, entries), dtype=torch.int32
-        )
-        sizes = {"block_size": tables.block_size, "block_stride_rows": stride}
+    def _resolve_slowly(
+        self, batch: Batch, topk: torch.Tensor, request: TailRequest, stride: int
+    ) -> None:
+        """Resolve a prefill that cannot be staged, a few query rows at a time."""
+        state_row = batch.state_row[request.request : request.request + 1]
+        entries = self._max_query_rows * topk.shape[1]
+        for start in range(request.first, request.last, self._max_query_rows):
+            stop = min(start + self._max_query_rows, request.last)
+            tokens = slice(start, stop)
+            positions = topk[tokens]
+            owner = torch.zeros_like(batch.token_request[tokens])
+            # Memory of its own: all parts of the step are alive at once.
+            plan = new_fetch_plan(1, entries, topk.device)
+            rows = topk.new_empty((len(self._stacks), *positions.shape))
+            code, valid = torch.empty_like(positions), torch.empty_like(owner)
+            self._lookup(positions, owner, state_row, (rows, code, valid), stride)
+            self._assign(
+                positions,
+                self._single[stop - start],
+                state_row,
+                batch,
+                rows,
+                code,
+                plan,
+                stride,
+            )
+            self.parts.append(HotPart(tokens, rows, valid, plan, state_row))
+
+    def _lookup(
+        self,
+        topk: torch.Tensor,
+        owner: torch.Tensor,
+        state_row: torch.Tensor,
+        outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        stride: int,
+    ) -> None:
+        tables, buffers = self._tables, self._buffers
+        rows, code, valid = outputs
         lookup(
-            positions,
-            group.token_request,
+            topk,
+            owner,
             state_row,
             tables.residency,
             self._hot_unit,
@@ -148,13 +167,28 @@ class UnitResolver:
             self._stacks,
             rows,
             code,
-            used,
-            faults,
-            **sizes,
+            buffers.used,
+            buffers.faults,
+            block_size=tables.block_size,
+            block_stride_rows=stride,
+            valid=valid,
         )
+
+    def _assign(
+        self,
+        topk: torch.Tensor,
+        query_start: torch.Tensor,
+        state_row: torch.Tensor,
+        batch: Batch,
+        rows: torch.Tensor,
+        code: torch.Tensor,
+        plan: FetchPlan,
+        stride: int,
+    ) -> None:
+        tables, buffers = self._tables, self._buffers
         assign(
-            positions,
-            group.query_start,
+            topk,
+            query_start,
             state_row,
             tables.residency,
             batch.host_table,
@@ -163,18 +197,15 @@ class UnitResolver:
             self._stacks,
             rows,
             code,
-            used,
-            scratch,
+            buffers.used,
+            buffers.scratch,
             plan,
-            counters,
-            faults,
+            self._counters,
+            buffers.faults,
             max_query_rows=self._max_query_rows,
-            **sizes,
+            block_size=tables.block_size,
+            block_stride_rows=stride,
         )
-        broken = faults.nonzero().flatten().tolist()
-        assert not broken, [FAULT_TEXTS[i] for i in broken]
-        self.counters += counters.sum(0)
-        return Resolved(group, rows, plan)
 
 
 class LayerResolver:
@@ -182,62 +213,44 @@ class LayerResolver:
 
     Args:
         unit: The layer's unit.
-        place: The layer in the plan.
-        tables: Residency of this rank.
-        host_rows: uint8 ``[host rows, row_bytes]``, the layer's part of the host pool.
-        slab: uint8 ``[num_blocks, block_bytes]``, the device pool.
+        memory: Where the layer's bytes lie.
         is_leader: Whether the layer owns the unit's indexer.
     """
 
     def __init__(
-        self,
-        unit: UnitResolver,
-        place: LatentPlace,
-        tables: ResidencyTables,
-        host_rows: torch.Tensor,
-        slab: torch.Tensor,
-        is_leader: bool,
+        self, unit: UnitResolver, memory: LayerMemory, is_leader: bool
     ) -> None:
-        self._unit, self._place, self._tables = unit, place, tables
-        self._host_rows, self._slab = host_rows, slab
-        self._is_leader = is_leader
-        self._stack_index = unit.unit.stacks.index(place.stack)
+        self._unit, self._memory, self._is_leader = unit, memory, is_leader
+        self._stack_index = unit.unit.stacks.index(memory.place.stack)
 
-    def groups(
-        self, batch: Batch, topk: torch.Tensor, stride: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield token indices and their physical rows, ready to be read.
+    def attend(
+        self, batch: Batch, topk: torch.Tensor, stride: int, attention: Attention
+    ) -> torch.Tensor:
+        """Attend to the selected rows, wherever they are.
 
-        The rows of a group are good until the next one is asked for: its misses may
-        take the same hot slots.
+        A step usually has one part, and then nothing is copied. The rows of a part
+        are good until the next one is brought: its misses may take the same slots.
 
         Args:
             batch: The step's batch.
             topk: int32 ``[T, K]``, positions picked by the leader.
             stride: Physical rows from one block to the next.
+            attention: Called once for each part.
+
+        Returns:
+            ``[T, ...]``, as `attention` gives it; zero for tokens of no request.
         """
         if self._is_leader:
-            for group in self._unit.start(batch):
-                yield self._ready(batch, self._unit.resolve(batch, group, topk, stride))
-        else:
-            for resolved in self._unit.resolved:
-                yield self._ready(batch, resolved)
-
-    def _ready(
-        self, batch: Batch, resolved: Resolved
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if resolved.plan is not None:
-            has_tokens = resolved.group.query_start.diff() > 0
-            fetch_rows(
-                resolved.plan,
-                torch.where(has_tokens, batch.state_row, -1),
-                self._tables.residency,
-                self._tables.hot,
-                self._host_rows,
-                self._slab,
-                stack=self._place.stack,
-                layer_offset=self._place.byte_offset,
-                hot_rows=self._tables.plan.hot.hot_rows,
-                block_size=self._tables.block_size,
-            )
-        return resolved.group.tokens, resolved.rows[self._stack_index]
+            self._unit.resolve(batch, topk, stride)
+        parts = self._unit.parts
+        out: torch.Tensor | None = None
+        for part in parts:
+            part.bring(self._memory)
+            piece = attention(part.tokens, part.rows[self._stack_index], part.valid)
+            if len(parts) == 1 and len(piece) == len(topk):
+                return piece
+            if out is None:
+                out = piece.new_zeros(len(topk), *piece.shape[1:])
+            out[part.tokens] = piece
+        assert out is not None, "a forward pass without tokens"
+        return out

@@ -248,9 +248,11 @@ class CPUMLASparseImpl(MLAAttentionImpl[CPUMLASparseMetadata]):
         )
         topk = self.topk_indices_buffer[:num_tokens]
         if (hisparse := getattr(layer, "hisparse", None)) is not None:
-            out = q.new_zeros(num_tokens, self.num_heads, self.kv_lora_rank)
-            for tokens, row_ids in hisparse.groups(topk, block_stride_rows):
-                out[tokens] = self._attend(q[tokens], kv_rows, row_ids)
+            out = hisparse.attend(
+                topk,
+                block_stride_rows,
+                lambda tokens, rows, _: self._attend(q[tokens], kv_rows, rows),
+            )
             return out, None
         row_ids = triton_convert_req_index_to_global_index(
             attn_metadata.req_id_per_token,

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""A rank's tables, memory and layers without an engine: requests, pages and bytes."""
+
+import torch
+from vllm.v1.hisparse.capacity import HotSizes, Limits, PoolPlan, plan_pools
+from vllm.v1.hisparse.layout import IndexerLayer, LatentLayer, plan_device
+from vllm.v1.hisparse.messages import HotLease, RequestUpdate, StepUpdate
+from vllm.v1.hisparse.runtime.batch import Batch
+from vllm.v1.hisparse.runtime.buffers import ResolverBuffers
+from vllm.v1.hisparse.runtime.host_pool import HostPool
+from vllm.v1.hisparse.runtime.parts import LayerMemory
+from vllm.v1.hisparse.runtime.resolver import LayerResolver, UnitResolver
+from vllm.v1.hisparse.runtime.tables import ResidencyTables
+
+POISON = 0xEE
+
+
+def small_plan(
+    *,
+    topk: int = 32,
+    hot_rows: int = 64,
+    drafts: int = 0,
+    row_bytes: int = 128,
+) -> PoolPlan:
+    """Seven latents, two index units, pages of 16 tokens; four stacks by default."""
+    latents = [LatentLayer(f"{i}.attn", i, row_bytes) for i in range(7)]
+    indexers = [IndexerLayer(f"{i}.indexer", i, token_bytes=132) for i in (0, 5)]
+    device = plan_device(latents, indexers, block_size=16)
+    limits = Limits(max_model_len=512, max_num_seqs=4, window_tokens=64)
+    sizes = HotSizes(topk=topk, hot_rows=hot_rows, drafts=drafts)
+    host_bytes = 60 * device.host_page_bytes
+    return plan_pools(device, sizes, limits, 700, host_bytes)
+
+
+class RuntimeWorld:
+    """Requests with random bytes on the host, and copies of resident pages."""
+
+    def __init__(self, seed: int = 0, **sizes: int) -> None:
+        self.plan = plan = small_plan(**sizes)
+        self.random = torch.Generator().manual_seed(seed)
+        self.tables = ResidencyTables(plan, plan.limits.max_num_seqs, "cpu")
+        self.host = HostPool(plan.device, plan.num_pages)
+        self.host.buffer.random_(0, 256, generator=self.random)
+        shape = (plan.num_blocks, plan.device.block_bytes)
+        self.slab = torch.full(shape, POISON, dtype=torch.uint8)
+        num_pages = self.tables.residency.page_frame.shape[1]
+        self.buffers = ResolverBuffers(plan, num_pages, "cpu")
+        self.units = [
+            UnitResolver(self.tables, self.buffers, u)
+            for u in range(len(plan.device.units))
+        ]
+        self.layers = [
+            LayerResolver(
+                self.units[place.unit],
+                LayerMemory(
+                    place, self.tables, self.host.layers[place.name], self.slab
+                ),
+                is_leader=self.units[place.unit].unit.latents[0] == i,
+            )
+            for i, place in enumerate(plan.device.latents)
+        ]
+        host_table = torch.zeros(self.tables.residency.page_frame.shape).int()
+        self.batch = Batch(plan.limits.max_num_seqs, 256, host_table)
+        self.state_rows: dict[str, int] = {}
+        self._free_blocks = list(range(1, plan.num_blocks))
+        self._free_pages = list(range(1, plan.num_pages))
+        self._free_frames = list(range(1, plan.max_frames))
+        self._num_leases = 0
+
+    def add(self, name: str, resident: list[bool], leased: bool) -> None:
+        """Add a request whose pages are resident as given, the others host-only."""
+        row = len(self.state_rows)
+        self.state_rows[name] = row
+        update, entries = StepUpdate(), []
+        for page, is_resident in enumerate(resident):
+            host_page = self._free_pages.pop()
+            self.batch.host_table[row, page] = host_page
+            frame = self._free_frames.pop(0)
+            count = self.plan.device.frame_blocks if is_resident else 1
+            blocks = [self._free_blocks.pop(0) for _ in range(count)]
+            if is_resident:
+                self._fill(host_page, blocks)
+            absent = [0] * (self.plan.device.frame_blocks - count)
+            update.frames[frame] = (*blocks, *absent)
+            entries.append(frame if is_resident else -2 - frame)
+        lease = None
+        if leased:
+            wanted = range(self.plan.lease_blocks)
+            blocks = tuple(self._free_blocks.pop() for _ in wanted)
+            lease = HotLease(self._num_leases, blocks)
+            self._num_leases += 1
+        update.requests[name] = RequestUpdate(0, entries, lease=lease)
+        self.tables.apply(update, self.state_rows)
+
+    def _fill(self, host_page: int, blocks: list[int]) -> None:
+        size = self.plan.device.latent_page_bytes
+        for place in self.plan.device.latents:
+            own = self.slab[blocks[1 + place.stack]]
+            page = self.host.layers[place.name][host_page]
+            own[place.byte_offset : place.byte_offset + size] = page
+
+    def start(self, counts: dict[str, int]) -> None:
+        """Begin a step with so many tokens of each request."""
+        rows = [self.state_rows[name] for name in counts]
+        tables = self.tables
+        self.batch.set_requests(torch.tensor(rows), len(rows))
+        starts = torch.tensor([0, *counts.values()]).cumsum(0)
+        self.batch.set_query_start(starts)
+        self.batch.shape = tables.begin_step(dict(zip(rows, counts.values())))
+        slots = torch.empty(self.plan.device.frame_blocks, 256, dtype=torch.int64)
+        tables.slots(self.batch, torch.zeros(256, dtype=torch.int64), slots)
+
+    def draw(self, counts: dict[str, int], num_pages: int) -> torch.Tensor:
+        """Distinct random positions for each token, int32 ``[T, K]``."""
+        topk = self.plan.hot.topk
+        rows = []
+        for _ in range(sum(counts.values())):
+            order = torch.randperm(num_pages * 16, generator=self.random)[:topk]
+            order[torch.rand(topk, generator=self.random) < 0.1] = -1
+            rows.append(order.int())
+        return torch.stack(rows)
+
+    def attend(self, topk: torch.Tensor) -> list[int]:
+        """Let all layers read the selected rows, and check what they read.
+
+        Returns:
+            Number of parts that each layer took.
+        """
+        device = self.plan.device
+        owner = self.batch.token_request[: len(topk)].long()
+        states = self.batch.state_row[owner].long()
+        pages = self.batch.host_table[
+            states.unsqueeze(1), topk.clamp(min=0).long() // 16
+        ]
+        host_rows = pages.long() * 16 + topk.clamp(min=0) % 16
+        num_parts = []
+        for place, layer in zip(device.latents, self.layers):
+            want = self.host.layers[place.name].view(-1, device.row_bytes)[host_rows]
+            want[topk < 0] = 0
+            rows_of_layer = self.slab.flatten()[place.byte_offset :]
+            rows_of_layer = rows_of_layer.unfold(0, device.row_bytes, device.row_bytes)
+            calls = []
+
+            def read(tokens, rows, valid, view=rows_of_layer, calls=calls):
+                calls.append(tokens)
+                assert torch.equal(valid, (rows >= 0).sum(1).int())
+                out = view[rows.clamp(min=0).long()].clone()
+                out[rows < 0] = 0
+                return out
+
+            got = layer.attend(self.batch, topk, device.rows_per_block, read)
+            assert torch.equal(got, want), place.name
+            num_parts.append(len(calls))
+        return num_parts

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Decodes and prefills of resident and mixed requests read the right bytes (D22-D26)."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs the patched vLLM")
+
+from runtime_world import RuntimeWorld  # noqa: E402
+from vllm.v1.hisparse.runtime.batch import StepShape  # noqa: E402
+
+HALF = [page % 2 == 0 for page in range(12)]
+
+
+def world_of(seed: int = 0, **sizes: int) -> RuntimeWorld:
+    world = RuntimeWorld(seed, **sizes)
+    world.add("full", [True] * 12, leased=False)
+    world.add("mixed", HALF, leased=True)
+    world.add("cold", [False] * 11 + [True], leased=True)
+    return world
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_resident_requests_are_resolved_in_one_part(use_kernels: bool) -> None:
+    world = world_of()
+    world.tables.use_kernels = use_kernels
+    counts = {"full": 5}
+    world.start(counts)
+    assert not world.batch.shape.is_mixed
+    assert set(world.attend(world.draw(counts, 12))) == {1}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_decoding_requests_share_one_part_step_after_step(drafts: int) -> None:
+    world = world_of(drafts=drafts)
+    counts = {"mixed": 1 + drafts, "full": 1 + drafts, "cold": 1}
+    for _ in range(4):
+        world.start(counts)
+        assert set(world.attend(world.draw(counts, 12))) == {1}
+
+
+def test_a_prefill_behind_decodes_is_staged_as_a_whole() -> None:
+    world = world_of()
+    assert world.plan.lease_blocks >= 11
+    counts = {"mixed": 1, "cold": 9, "full": 7}
+    world.start(counts)
+    assert [r.request for r in world.batch.shape.tail] == [1, 2]
+    assert set(world.attend(world.draw(counts, 12))) == {2}
+    assert not world.buffers.marks.any()
+
+
+def test_pages_beyond_a_lease_split_the_prefill() -> None:
+    world = world_of(topk=4, hot_rows=16)
+    assert 4 <= world.plan.lease_blocks < 11
+    counts = {"cold": 16}
+    world.start(counts)
+    parts = set(world.attend(world.draw(counts, 12)))
+    assert min(parts) > 1 and max(parts) <= 16
+    assert not any(hasattr(p, "plan") for unit in world.units for p in unit.parts)
+
+
+def test_a_token_that_touches_more_pages_than_a_lease_has_goes_the_slow_way() -> None:
+    world = world_of(topk=32, hot_rows=32)
+    world.units[0]._staging.capacity = world.units[1]._staging.capacity = 3
+    counts = {"full": 1, "mixed": 6, "cold": 5}
+    for _ in range(2):
+        world.start(counts)
+        assert set(world.attend(world.draw(counts, 12))) == {1 + 6 + 5}
+
+
+def test_hot_rows_that_staging_wrote_over_are_not_found_again() -> None:
+    world = world_of()
+    decode, prefill = {"cold": 1}, {"cold": 8}
+    topk = world.draw(decode, 12)
+    for counts in (decode, prefill, decode):
+        world.start(counts)
+        world.attend(topk if counts is decode else world.draw(counts, 12))
+
+
+@pytest.mark.parametrize("slow_unit", [0, 1])
+def test_one_unit_may_stage_where_the_other_has_hot_rows(slow_unit: int) -> None:
+    """They share the lease: what one finds hot, the other has written over."""
+    world = world_of()
+    world.units[slow_unit]._staging.capacity = 3
+    decode, prefill = {"cold": 1}, {"cold": 2}
+    topk = world.draw(prefill, 12)
+    for counts in (decode, prefill, decode):
+        world.start(counts)
+        num_parts = world.attend(topk[: counts["cold"]])
+    assert set(num_parts) == {1}
+    world.start(prefill)
+    assert set(world.attend(topk)) == {1, 2}
+
+
+def test_tokens_behind_the_batch_are_zero_and_touch_nothing() -> None:
+    world = world_of()
+    counts = {"mixed": 1, "cold": 4}
+    world.start(counts)
+    topk = torch.cat([world.draw(counts, 12), torch.arange(32).int().expand(3, -1)])
+    world.batch.token_request[5:8] = -1
+    want = topk.clone()
+    want[5:] = -1
+    seen = []
+
+    def read(tokens, rows, valid):
+        seen.append(tokens)
+        return rows
+
+    out = world.layers[0].attend(world.batch, topk, 1, read)
+    assert (out[5:] == 0).all() and len(seen) == 2
+    counts = {"mixed": 1}
+    world.start(counts)
+    topk = torch.cat([world.draw(counts, 12), torch.arange(32).int().expand(3, -1)])
+    before = world.buffers.counters.sum(1).clone()
+    out = world.layers[0].attend(world.batch, topk, 1, read)
+    assert (out[1:] == -1).all()
+    added = (world.buffers.counters.sum(1) - before)[0]
+    assert added[1] <= 32
+
+
+def test_a_dummy_batch_resolves_to_padding() -> None:
+    world = world_of()
+    world.batch.set_dummy(3)
+    topk = torch.arange(32).int().expand(3, -1).contiguous()
+    out = world.layers[0].attend(world.batch, topk, 1, lambda t, rows, v: rows)
+    assert (out == -1).all() and not world.buffers.faults.any()
+    assert not world.buffers.counters.any()
+
+
+@pytest.mark.parametrize(
+    "counts, leased, want",
+    [
+        ([1, 1], [False, False], StepShape(False)),
+        ([1, 9], [True, False], StepShape(True)),
+        ([2, 1], [False, True], StepShape(True)),
+    ],
+)
+def test_only_long_mixed_requests_make_a_tail(counts, leased, want) -> None:
+    assert StepShape.of(counts, leased, [0, 0], max_query_rows=1) == want
+
+
+def test_the_tail_begins_with_the_first_long_mixed_request() -> None:
+    shape = StepShape.of(
+        [1, 9, 8, 1], [True, False, True, True], [3, 0, 5, 7], max_query_rows=4
+    )
+    tail = [(r.request, r.first, r.last, r.host_pages) for r in shape.tail]
+    assert tail == [(2, 10, 18, 5), (3, 18, 19, 7)]
+    assert shape.is_mixed and shape.decoding() == StepShape(True)

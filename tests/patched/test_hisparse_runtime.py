@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Tables, counters, host pool and copies of one rank."""
+
+import contextlib
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs the patched vLLM")
+
+from runtime_world import POISON, RuntimeWorld, small_plan  # noqa: E402
+from vllm.v1.hisparse import capacity  # noqa: E402
+from vllm.v1.hisparse.kernels.tensors import NUM_COUNTERS  # noqa: E402
+from vllm.v1.hisparse.messages import (  # noqa: E402
+    PageCopy,
+    RequestUpdate,
+    StepUpdate,
+)
+from vllm.v1.hisparse.runtime import host_pool, stream_copies  # noqa: E402
+from vllm.v1.hisparse.runtime.buffers import (  # noqa: E402
+    CounterReader,
+    ResolverBuffers,
+)
+from vllm.v1.hisparse.runtime.copies import PageCopier  # noqa: E402
+from vllm.v1.hisparse.runtime.cpu_copies import CpuCopies  # noqa: E402
+from vllm.v1.hisparse.runtime.host_pool import HostPool, cpus_near  # noqa: E402
+from vllm.v1.hisparse.runtime.stream_copies import StreamCopies  # noqa: E402
+from vllm.v1.hisparse.runtime.words import WordTables  # noqa: E402
+
+# --- tables ---------------------------------------------------------------------
+
+
+def test_words_of_all_tables_are_written_at_once() -> None:
+    words = WordTables({"a": (2, 3), "empty": (4, 0), "b": (5,)}, "cpu")
+    words.put("a", 1, [7, 8, 9])
+    words.put("empty", 0, [])
+    words.put_at("b", iter([4, 0]), [5, 6])
+    assert not any(table.any() for table in words.tables.values())
+    words.flush()
+    words.flush()
+    assert words.tables["a"].tolist() == [[0, 7, 8], [9, 0, 0]]
+    assert words.tables["b"].tolist() == [6, 0, 0, 0, 5]
+
+
+def test_the_host_knows_how_many_pages_are_host_only() -> None:
+    world = RuntimeWorld()
+    world.add("a", [True, False, True, False], leased=True)
+    row, tables = world.state_rows["a"], world.tables
+
+    def count() -> int:
+        entries = tables.residency.page_frame[row]
+        return int((entries[: tables.page_count[row]] < 0).sum())
+
+    assert tables.host_pages[row] == count() == 2
+    change = RequestUpdate(4, [30, -2 - 31], changed={0: -2 - 1, 1: 32})
+    tables.apply(StepUpdate(requests={"a": change}), world.state_rows)
+    assert tables.host_pages[row] == count() == 3
+    again = RequestUpdate(0, [33])
+    tables.apply(StepUpdate(requests={"a": again}), world.state_rows)
+    assert tables.host_pages[row] == count() == 0
+    assert tables.residency.page_frame[row].tolist()[:7] == [33] + [-1] * 6
+    assert tables.lease_row[row] == tables.residency.mixed_row[row] == -1
+
+
+@pytest.mark.parametrize("counts", [{"a": 3}, {"b": 1, "a": 16}])
+def test_kernels_and_torch_give_the_same_slots_and_tables(counts) -> None:
+    world = RuntimeWorld()
+    world.add("a", [True, False, True, False], leased=True)
+    world.add("b", [True] * 5, leased=False)
+    positions = torch.arange(32, 64).repeat(8)
+    found = []
+    for use_kernels in (False, True):
+        world.tables.use_kernels = use_kernels
+        world.start(counts)
+        # A padded request, and tokens behind the batch.
+        world.batch.num_requests += 1
+        slots = torch.full((world.plan.device.frame_blocks, 40), 99)
+        world.batch.token_request.fill_(99)
+        world.tables.slots(world.batch, positions, slots)
+        table = torch.full((3, 9), 99, dtype=torch.int32)
+        world.tables.indexer_table(world.batch, table)
+        owners = world.batch.token_request[:40].clone()
+        # Behind a request's pages the kernel leaves what nobody reads.
+        pages = world.tables.page_count[world.batch.state_row[: len(counts)].long()]
+        for row, count in zip(table, pages.tolist()):
+            row[count:] = 0
+        found.append((slots, owners, table[: len(counts) + 1]))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+    assert (found[0][0] >= 0).any() and (found[0][2] > 0).any()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_plan_counts_the_memory_of_the_resolver(drafts: int) -> None:
+    plan = small_plan(drafts=drafts)
+    num_pages = plan.pages(plan.limits.max_model_len) + 1
+    buffers = ResolverBuffers(plan, num_pages, "cpu")
+    tensors = [
+        value
+        for value in (*vars(buffers).values(), *vars(buffers.plan).values())
+        if isinstance(value, torch.Tensor)
+    ]
+    faults = buffers.faults.nbytes
+    assert sum(t.nbytes for t in tensors) - faults == plan.resolver_bytes
+    assert capacity.NUM_COUNTERS == NUM_COUNTERS
+
+
+def test_counters_are_taken_once() -> None:
+    plan = small_plan()
+    buffers = ResolverBuffers(plan, 4, "cpu")
+    reader = CounterReader(buffers)
+    buffers.counters[1, :2, 0] = 5
+    buffers.faults[2] = 1
+    assert reader.take() == ([[0] * 5, [10, 0, 0, 0, 0]], [0, 0, 1])
+    buffers.counters[1, 0, 0] += 1
+    assert reader.take()[0] == [[0] * 5, [1, 0, 0, 0, 0]]
+
+
+# --- host pool --------------------------------------------------------------------
+
+
+class Registrar:
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.calls = error, []
+
+    def pin(self, address: int, num_bytes: int) -> int:
+        self.calls.append(("pin", address, num_bytes))
+        return self.error
+
+    def unpin(self, address: int) -> int:
+        self.calls.append(("unpin", address))
+        return 0
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_a_pinned_pool_is_touched_first_and_unpinned_once(monkeypatch) -> None:
+    monkeypatch.setattr(host_pool, "TOUCH_CHUNK_BYTES", 5 << 20)
+    plan = small_plan().device
+    num_pages = (64 << 20) // plan.host_page_bytes
+    registrar, progress = Registrar(), []
+    before = resident_bytes()
+    pool = HostPool(plan, num_pages, registrar, {0}, lambda *p: progress.append(p))
+    size = num_pages * plan.host_page_bytes
+    assert resident_bytes() - before > size - (4 << 20)
+    address = pool.buffer.data_ptr()
+    assert registrar.calls == [("pin", address, size)]
+    assert len(progress) == -(-size // (5 << 20)) and progress[-1] == (size, size)
+    assert all(not layer.any() for layer in pool.layers.values())
+    pool.close()
+    pool.close()
+    assert registrar.calls[1:] == [("unpin", address)]
+
+
+def test_a_pool_of_the_cpu_takes_no_memory_before_it_is_used() -> None:
+    plan = small_plan().device
+    before = resident_bytes()
+    pool = HostPool(plan, (256 << 20) // plan.host_page_bytes)
+    assert resident_bytes() - before < 16 << 20
+    pool.close()
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_with_a_remedy() -> None:
+    plan = small_plan().device
+    with pytest.raises(RuntimeError, match="host_pool_gib.*error 2.*ulimit -l"):
+        HostPool(plan, 60, Registrar(error=2))
+
+
+def test_the_pool_is_touched_from_processors_near_the_device() -> None:
+    seen = []
+    buffer = torch.ones(1 << 20, dtype=torch.uint8)
+    cpu = max(os.sched_getaffinity(0))
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    before = os.sched_getaffinity(0)
+    chosen = []
+    original = os.sched_setaffinity
+    os.sched_setaffinity = lambda pid, cpus: chosen.append((pid, set(cpus)))
+    try:
+        host_pool.touch(buffer, {cpu, 10**6}, progress)
+        host_pool.touch(buffer, {10**6}, progress)
+    finally:
+        os.sched_setaffinity = original
+    assert chosen == [(0, {cpu}), (0, before)]
+    assert seen == [(1 << 20, 1 << 20)] * 2 and not buffer.any()
+    assert os.sched_getaffinity(0) == before
+
+
+def test_processors_near_a_device_are_read_from_sysfs(tmp_path) -> None:
+    device = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    node = tmp_path / "devices/system/node/node1"
+    device.mkdir(parents=True)
+    node.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    (node / "cpulist").write_text("2-4,9\n")
+    assert cpus_near("0000:3b:00.0", str(tmp_path)) == {2, 3, 4, 9}
+    assert cpus_near("0000:00:00.0", str(tmp_path)) == set()
+    (device / "numa_node").write_text("-1\n")
+    assert cpus_near("0000:3b:00.0", str(tmp_path)) == set()
+
+
+# --- copies -------------------------------------------------------------------------
+
+
+def copier_of(engine) -> tuple[RuntimeWorld, PageCopier]:
+    world = RuntimeWorld()
+    return world, PageCopier(world.plan.device, world.slab, world.host, engine)
+
+
+@pytest.mark.parametrize("parts", ["both", "indexer", "latents"])
+def test_a_page_goes_to_the_host_and_back_layer_by_layer(parts: str) -> None:
+    world, copier = copier_of(CpuCopies())
+    device = world.plan.device
+    blocks = tuple(range(2, 2 + device.num_stacks)) if parts != "indexer" else ()
+    copy = PageCopy(5, 3, 9 if parts != "latents" else 0, blocks)
+    before = world.host.buffer.clone(), world.slab.clone()
+    copier.restore([copy])
+    assert torch.equal(world.host.buffer, before[0])
+    touched = torch.zeros_like(world.slab, dtype=torch.bool)
+    size = 0
+    for place in (*device.indexers, *device.latents):
+        page = world.host.layers[place.name][3]
+        stack = getattr(place, "stack", None)
+        if not (copy.indexer_block if stack is None else blocks):
+            continue
+        block = copy.indexer_block if stack is None else blocks[stack]
+        own = slice(place.byte_offset, place.byte_offset + len(page))
+        assert torch.equal(world.slab[block, own], page)
+        touched[block, own] = True
+        size += len(page)
+    assert torch.equal(world.slab[~touched], before[1][~touched])
+    assert touched.any() and (world.slab[~touched] == POISON).all()
+    world.host.buffer.zero_()
+    copier.write_back([copy])
+    assert not world.host.buffer.any() and copier.num_pending == 1
+    assert copier.poll() == [5] and copier.num_pending == 0
+    written = world.host.buffer != 0
+    assert torch.equal(world.host.buffer[written], before[0][written])
+    host_page = torch.zeros_like(written)
+    offsets = device.host_layer_offsets(world.plan.num_pages)
+    for layer, offset in zip(device.host_layers, offsets):
+        start = offset + 3 * layer.page_bytes
+        host_page[start : start + layer.page_bytes] = True
+    assert not (written & ~host_page).any() and written.sum() > size * 0.9
+    assert copier.take_bytes() == (size, size)
+    assert copier.take_bytes() == (0, 0)
+
+
+class FakeCuda:
+    """Streams and events that log what is asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list = []
+        self.ready: set[int] = set()
+        log, ready, count = self.log, self.ready, iter(range(10**6))
+
+        class Stream:
+            def __init__(self, name="side"):
+                self.name = name
+
+            def wait_stream(self, other):
+                log.append((self.name, "waits for", other.name))
+
+            def wait_event(self, event):
+                log.append((self.name, "waits for", event.number))
+
+            def synchronize(self):
+                log.append((self.name, "synchronizes"))
+
+        class Event:
+            def __init__(self):
+                self.number = next(count)
+
+            def record(self, stream):
+                log.append((stream.name, "records", self.number))
+
+            def query(self):
+                return self.number in ready
+
+        @contextlib.contextmanager
+        def stream(which):
+            log.append((which.name, "is entered"))
+            yield
+            log.append((which.name, "is left"))
+
+        compute = Stream("compute")
+        fake = SimpleNamespace(
+            Stream=lambda device: Stream(),
+            Event=Event,
+            stream=stream,
+            current_stream=lambda: compute,
+        )
+        monkeypatch.setattr(
+            stream_copies, "torch", SimpleNamespace(cuda=fake, from_numpy=torch.from_numpy)
+        )
+
+
+def test_copies_on_a_stream_wait_in_both_directions(monkeypatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    batches = []
+
+    def copy_batch(sources, targets, sizes):
+        cuda.log.append(("copies", len(sizes)))
+        batches.append((sources, targets, sizes))
+
+    world, copier = copier_of(StreamCopies("a device", copy_batch))
+    layers = len(world.plan.device.host_layers)
+    blocks = tuple(range(2, 2 + world.plan.device.num_stacks))
+    pages = [PageCopy(7, 3, 9, blocks), PageCopy(8, 4, 10, blocks)]
+    copier.write_back(pages)
+    enqueued = [
+        ("side", "waits for", "compute"),
+        ("side", "is entered"),
+        ("copies", 2 * layers),
+        ("side", "records", 0),
+        ("side", "is left"),
+    ]
+    assert cuda.log == enqueued
+    cuda.log.clear()
+    copier.restore([dataclasses.replace(pages[0], transfer_id=-1)])
+    assert cuda.log[2:4] == [("copies", layers), ("side", "records", 1)]
+    assert cuda.log[0] == enqueued[0] and cuda.log[-1] == ("compute", "waits for", 1)
+    (written, restored) = batches
+    assert all(array.dtype == torch.int64 for array in written)
+    for there, back in zip(written[:2], restored[:2][::-1]):
+        assert torch.equal(there[:layers], back)
+    assert copier.num_pending == 2 and copier.poll() == []
+    cuda.ready.add(1)
+    assert copier.poll() == []
+    cuda.ready.add(0)
+    assert copier.poll() == [7, 8] and copier.num_pending == 0
+    copier.engine.shutdown()
+    assert cuda.log[-1] == ("side", "synchronizes")
