@@ -7,7 +7,7 @@ process share both. Engines are keyed by their options and kept: a tiny model's
 weights and cache are a few megabytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +133,7 @@ class Engine:
         max_tokens: int = 16,
         *,
         forget: bool = True,
+        each_step: Callable[[], None] | None = None,
     ) -> list[Generation]:
         """Generate greedily for all prompts in one batch.
 
@@ -140,6 +141,7 @@ class Engine:
             prompts: Texts or lists of token ids.
             max_tokens: Tokens to generate for each, regardless of end-of-text.
             forget: Empty the prefix cache first.
+            each_step: Called before each of the engine's steps.
         """
         from vllm import SamplingParams
 
@@ -150,8 +152,27 @@ class Engine:
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True
         )
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        with self._before_steps(each_step):
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [_generation(output) for output in outputs]
+
+    @contextmanager
+    def _before_steps(self, action: Callable[[], None] | None) -> Iterator[None]:
+        if action is None:
+            yield
+            return
+        engine = self.llm.llm_engine
+        step = engine.step
+
+        def step_after_action() -> Any:
+            action()
+            return step()
+
+        engine.step = step_after_action
+        try:
+            yield
+        finally:
+            del engine.step
 
     def alone(self, prompts: list, max_tokens: int = 16) -> list[Generation]:
         """Generate for each prompt by itself, from an empty cache."""

@@ -163,3 +163,42 @@ def test_state_rows_and_hot_rows_are_reused(engines: Engines, expected) -> None:
     for got, want in zip(hits, expected("fp32"), strict=True):
         assert got.same_output(want)
     engine.assert_drained()
+
+
+def evict_all(residency) -> None:
+    """What pressure does: every request gets a lease, and all clean pages go."""
+    for request in residency._requests.values():
+        if request.lease is None:
+            residency._grant_lease(request)
+    num_blocks = residency.num_free
+    residency._blocks.give_back(residency._take(num_blocks))
+
+
+@pytest.mark.parametrize("capacity", [None, 2], ids=["staged", "slow way"])
+def test_a_prompt_goes_on_over_pages_that_went_to_the_host(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, capacity: int | None
+) -> None:
+    """It comes in small chunks, and loses its pages after each of them."""
+    from vllm.v1.hisparse.runtime import parts
+
+    prompts = [(_TEXT * 2)[5:235], (_TEXT * 2)[70:240]]
+    engine = with_hisparse(engines, CASES["chunks-of-24"])
+    brought: dict[str, int] = dict.fromkeys(("StagedPart", "HotPart"), 0)
+    for kind in brought:
+        part = getattr(parts, kind)
+
+        def bring(self, layer, kind=kind, original=part.bring) -> None:
+            # Decodes begin with the first token of the step.
+            brought[kind] += kind == "StagedPart" or self.tokens.start > 0
+            original(self, layer)
+
+        monkeypatch.setattr(part, "bring", bring)
+    if capacity is not None:
+        for unit in engine.worker.units:
+            monkeypatch.setattr(unit._staging, "capacity", capacity)
+    want = engines.get(**FORMATS["fp32"]).alone(prompts, 12)
+    actual = engine.generate(prompts, 12, each_step=lambda: evict_all(engine.residency))
+    assert brought["StagedPart" if capacity is None else "HotPart"] > 0, brought
+    for got, right in zip(actual, want, strict=True):
+        assert got.same_output(right)
+    engine.assert_drained()
