@@ -84,14 +84,16 @@ class RuntimeWorld:
             absent = [0] * (self.plan.device.frame_blocks - count)
             update.frames[frame] = (*blocks, *absent)
             entries.append(frame if is_resident else -2 - frame)
-        lease = None
-        if leased:
-            wanted = range(self.plan.lease_blocks)
-            blocks = tuple(self._free_blocks.pop() for _ in wanted)
-            lease = HotLease(self._num_leases, blocks)
-            self._num_leases += 1
+        lease = self.new_lease() if leased else None
         update.requests[name] = RequestUpdate(0, entries, lease=lease)
         self.tables.apply(update, self.state_rows)
+
+    def new_lease(self) -> HotLease:
+        """Take the blocks of another lease."""
+        wanted = range(self.plan.lease_blocks)
+        blocks = tuple(self._free_blocks.pop() for _ in wanted)
+        self._num_leases += 1
+        return HotLease(self._num_leases - 1, blocks)
 
     def _fill(self, host_page: int, blocks: list[int]) -> None:
         size = self.plan.device.latent_page_bytes
@@ -127,29 +129,40 @@ class RuntimeWorld:
         Returns:
             Number of parts that each layer took.
         """
-        device = self.plan.device
-        owner = self.batch.token_request[: len(topk)].long()
-        states = self.batch.state_row[owner].long()
-        pages = self.batch.host_table[
-            states.unsqueeze(1), topk.clamp(min=0).long() // 16
-        ]
-        host_rows = pages.long() * 16 + topk.clamp(min=0) % 16
         num_parts = []
-        for place, layer in zip(device.latents, self.layers):
-            want = self.host.layers[place.name].view(-1, device.row_bytes)[host_rows]
-            want[topk < 0] = 0
-            rows_of_layer = self.slab.flatten()[place.byte_offset :]
-            rows_of_layer = rows_of_layer.unfold(0, device.row_bytes, device.row_bytes)
-            calls = []
+        for number, layer in enumerate(self.layers):
+            calls: list[slice] = []
 
-            def read(tokens, rows, valid, view=rows_of_layer, calls=calls):
+            def read(tokens, rows, valid, number=number, calls=calls):
                 calls.append(tokens)
                 assert torch.equal(valid, (rows >= 0).sum(1).int())
-                out = view[rows.clamp(min=0).long()].clone()
-                out[rows < 0] = 0
-                return out
+                return self.read(number, rows)
 
-            got = layer.attend(self.batch, topk, device.rows_per_block, read)
-            assert torch.equal(got, want), place.name
+            stride = self.plan.device.rows_per_block
+            got = layer.attend(self.batch, topk, stride, read)
+            name = self.plan.device.latents[number].name
+            assert torch.equal(got, self.selected(number, topk)), name
             num_parts.append(len(calls))
         return num_parts
+
+    def selected(self, layer: int, topk: torch.Tensor) -> torch.Tensor:
+        """Host bytes of selected rows, 0 for padding: uint8 ``[T, K, row_bytes]``."""
+        device = self.plan.device
+        owner = self.batch.token_request[: len(topk)].long()
+        states = self.batch.state_row[owner].long().unsqueeze(1)
+        positions = topk.clamp(min=0).long()
+        pages = self.batch.host_table[states, positions // 16].long()
+        host_rows = self.host.layers[device.latents[layer].name]
+        picked = host_rows.view(-1, device.row_bytes)[pages * 16 + positions % 16]
+        picked[(topk < 0) | (owner < 0).unsqueeze(1)] = 0
+        return picked
+
+    def read(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Bytes of physical rows in a layer's view of the pool, 0 for -1."""
+        device = self.plan.device
+        flat = self.slab.flatten()[device.latents[layer].byte_offset :]
+        out = flat.unfold(0, device.row_bytes, device.row_bytes)[
+            rows.clamp(min=0).long()
+        ].clone()
+        out[rows < 0] = 0
+        return out

@@ -47,19 +47,6 @@ def view_of(world: RuntimeWorld, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def selected(world: RuntimeWorld, topk: torch.Tensor) -> torch.Tensor:
-    """Host bytes of the selected rows, zero for padding: uint8 ``[T, K, row]``."""
-    device = world.plan.device
-    owner = world.batch.token_request[: len(topk)].long()
-    states = world.batch.state_row[owner].long()
-    positions = topk.clamp(min=0).long()
-    pages = world.batch.host_table[states.unsqueeze(1), positions // 16].long()
-    rows = world.host.layers[device.latents[LAYER].name].view(-1, device.row_bytes)
-    picked = rows[pages * 16 + positions % 16]
-    picked[topk < 0] = 0
-    return picked
-
-
 def summed(q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """What the stand-ins compute: exact, and different if any row or token is."""
     weights = 1 + torch.arange(rows.shape[1]).double()
@@ -98,7 +85,7 @@ class Run:
             make_q(q), self.cache, self.metadata, self.layer
         )
         assert lse is None
-        assert torch.equal(out.double(), summed(q, selected(world, topk)))
+        assert torch.equal(out.double(), summed(q, world.selected(LAYER, topk)))
 
 
 @pytest.fixture
