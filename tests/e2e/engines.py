@@ -99,7 +99,7 @@ class Engine:
         from vllm.v1.hisparse.integrity import check_integrity
 
         engine = self.llm.llm_engine
-        for _ in range(20):
+        for _ in range(60):
             if not self.residency.num_pending:
                 break
             engine.step()

@@ -123,6 +123,7 @@ CASES = {
     "smallest-hot-buffer": Case("fp32", hot_rows=32),
     "late-by-one": Case("fp32", delay_steps=1),
     "late-by-three-async": Case("fp32", {"async_scheduling": True}, delay_steps=3),
+    "late-by-thirty": Case("fp32", delay_steps=30),
     "pages-of-64": Case("fp32", {"block_size": 64}),
     "chunks-of-24": Case("fp32", {"max_num_batched_tokens": 24}),
     "mtp-3": Case("fp32", {"speculative_config": MTP}),

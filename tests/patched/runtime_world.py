@@ -22,10 +22,11 @@ def small_plan(
     hot_rows: int = 64,
     drafts: int = 0,
     row_bytes: int = 128,
+    token_bytes: int = 132,
 ) -> PoolPlan:
     """Seven latents, two index units, pages of 16 tokens; four stacks by default."""
     latents = [LatentLayer(f"{i}.attn", i, row_bytes) for i in range(7)]
-    indexers = [IndexerLayer(f"{i}.indexer", i, token_bytes=132) for i in (0, 5)]
+    indexers = [IndexerLayer(f"{i}.indexer", i, token_bytes) for i in (0, 5)]
     device = plan_device(latents, indexers, block_size=16)
     limits = Limits(max_model_len=512, max_num_seqs=4, window_tokens=64)
     sizes = HotSizes(topk=topk, hot_rows=hot_rows, drafts=drafts)

@@ -21,23 +21,26 @@ from vllm.v1.attention.backends.mla.sparse_utils import (  # noqa: E402
 from vllm.v1.hisparse.glue import backends  # noqa: E402
 from vllm.v1.hisparse.glue.worker import HiSparseLayer  # noqa: E402
 
-HEADS, LAYER = 2, 3
+HEADS = 2
+LEADER, FOLLOWER = 0, 3
 DECODE = {"mixed": 1, "full": 1, "cold": 1}
 PREFILL = {"full": 1, "mixed": 6, "cold": 5}
 
 
 def world_of(row_bytes: int) -> RuntimeWorld:
-    world = RuntimeWorld(row_bytes=row_bytes)
+    # Indexers that need more than a page of latents: blocks have a gap behind it.
+    world = RuntimeWorld(row_bytes=row_bytes, token_bytes=row_bytes)
+    assert world.plan.device.rows_per_block > 16
     world.add("full", [True] * 12, leased=False)
     world.add("mixed", [page % 2 == 0 for page in range(12)], leased=True)
     world.add("cold", [False] * 11 + [True], leased=True)
     return world
 
 
-def view_of(world: RuntimeWorld, dtype: torch.dtype) -> torch.Tensor:
-    """The layer's view of the pool as vLLM makes it: ``[blocks, 16, row]``, strided."""
+def view_of(world: RuntimeWorld, layer: int, dtype: torch.dtype) -> torch.Tensor:
+    """A layer's view of the pool as vLLM makes it: ``[blocks, 16, row]``, strided."""
     device = world.plan.device
-    place = device.latents[LAYER]
+    place = device.latents[layer]
     size = dtype.itemsize
     return torch.as_strided(
         world.slab.view(dtype),
@@ -63,11 +66,12 @@ def by_flat_rows(flat: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 class Run:
     """One layer of a backend over a world."""
 
-    def __init__(self, impl, world: RuntimeWorld, cache: torch.Tensor, metadata):
-        self.impl, self.world, self.cache, self.metadata = impl, world, cache, metadata
+    def __init__(self, impl, world, metadata, dtype=torch.bfloat16, layer=FOLLOWER):
+        self.impl, self.world, self.metadata = impl, world, metadata
+        self.cache, self.number = view_of(world, layer, dtype), layer
         tables = SimpleNamespace(batch=world.batch)
-        stack = world.plan.device.latents[LAYER].stack
-        hisparse = HiSparseLayer(world.layers[LAYER], tables, stack)
+        stack = world.plan.device.latents[layer].stack
+        hisparse = HiSparseLayer(world.layers[layer], tables, stack)
         self.layer = SimpleNamespace(hisparse=hisparse)
         self.stride = world.plan.device.rows_per_block
         impl.dcp_world_size = 1
@@ -79,32 +83,33 @@ class Run:
         topk = world.draw(counts, 12).sort(1, descending=True).values
         q = torch.randn(len(topk), HEADS, 576, generator=world.random).bfloat16()
         self.impl.topk_indices_buffer = topk
-        # The leader, whose rows and plan this follower uses.
-        world.layers[0].attend(world.batch, topk, self.stride, lambda t, r, v: r)
+        if self.number != LEADER:
+            leader = world.layers[LEADER]
+            leader.attend(world.batch, topk, self.stride, lambda t, r, v: r)
         out, lse = self.impl.forward_mqa(
             make_q(q), self.cache, self.metadata, self.layer
         )
         assert lse is None
-        assert torch.equal(out.double(), summed(q, world.selected(LAYER, topk)))
+        assert torch.equal(out.double(), summed(q, world.selected(self.number, topk)))
 
 
 @pytest.fixture
 def flashmla(monkeypatch: pytest.MonkeyPatch):
     from vllm.v1.attention.backends.mla import flashmla_sparse as module
 
-    def make(kv_cache_dtype: str) -> Run:
+    def make(kv_cache_dtype: str, layer: int = FOLLOWER) -> Run:
         is_fp8 = kv_cache_dtype == "fp8_ds_mla"
         world = world_of(656 if is_fp8 else 1152)
         impl = object.__new__(module.FlashMLASparseImpl)
         impl.kv_cache_dtype = kv_cache_dtype
         impl.prefill_padding, impl.fp8_decode_padded_heads = HEADS, HEADS
         impl.softmax_scale, impl.need_to_return_lse_for_decode = 1.0, False
-        cache = view_of(world, torch.uint8 if is_fp8 else torch.bfloat16)
         planned = module.FlashMLASparseMetadata.FP8KernelMetadata("step", None, None)
         metadata = SimpleNamespace(
             block_size=16, fp8_extra_metadata=planned, fp8_use_mixed_batch=True
         )
-        run = Run(impl, world, cache, metadata)
+        dtype = torch.uint8 if is_fp8 else torch.bfloat16
+        run = Run(impl, world, metadata, dtype, layer)
         if is_fp8:
             # Its kernel numbers rows by 16 in every block, whatever the stride.
             run.stride = 16
@@ -135,8 +140,11 @@ def flashmla(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("counts", [DECODE, PREFILL], ids=["decode", "prefill"])
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_ds_mla"])
-def test_flashmla_reads_the_selected_rows(flashmla, kv_cache_dtype, counts) -> None:
-    flashmla(kv_cache_dtype)(counts, lambda q: q)
+@pytest.mark.parametrize("layer", [LEADER, FOLLOWER], ids=["leader", "follower"])
+def test_flashmla_reads_the_selected_rows(
+    flashmla, kv_cache_dtype, layer, counts
+) -> None:
+    flashmla(kv_cache_dtype, layer)(counts, lambda q: q)
 
 
 def test_flashmla_plans_anew_for_a_part_of_the_tokens(flashmla) -> None:
@@ -168,7 +176,7 @@ def test_flashinfer_reads_the_selected_rows(monkeypatch, counts) -> None:
     impl.qk_nope_head_dim, impl.qk_rope_head_dim = 192, 64
     impl.need_to_return_lse_for_decode = False
     metadata = SimpleNamespace(block_size=16, topk_tokens=32)
-    run = Run(impl, world, view_of(world, torch.bfloat16), metadata)
+    run = Run(impl, world, metadata)
     run(counts, lambda q: q)
 
 
@@ -196,7 +204,7 @@ def test_flash_attention_reads_the_selected_rows(monkeypatch, counts) -> None:
     impl = object.__new__(module.FlashAttnMLASparseImpl)
     impl.scale = 1.0
     metadata = SimpleNamespace(block_size=16)
-    run = Run(impl, world, view_of(world, torch.bfloat16), metadata)
+    run = Run(impl, world, metadata)
     run(counts, lambda q: (q[..., :512], q[..., 512:]))
 
 

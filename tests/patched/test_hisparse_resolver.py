@@ -66,7 +66,9 @@ def test_a_token_that_touches_more_pages_than_a_lease_has_goes_the_slow_way() ->
     counts = {"full": 1, "mixed": 6, "cold": 5}
     for _ in range(2):
         world.start(counts)
-        assert set(world.attend(world.draw(counts, 12))) == {1 + 6 + 5}
+        topk = world.draw(counts, 12)
+        topk[2] = torch.arange(32)  # this one would fit: two pages
+        assert set(world.attend(topk)) == {1 + 6 + 5}
 
 
 def test_hot_rows_that_staging_wrote_over_are_not_found_again() -> None:
@@ -121,6 +123,7 @@ def test_tokens_behind_the_batch_are_zero_and_touch_nothing() -> None:
 
 def test_a_dummy_batch_resolves_to_padding() -> None:
     world = world_of()
+    world.start({"mixed": 1, "cold": 2})
     world.batch.set_dummy(3)
     topk = torch.arange(32).int().expand(3, -1).contiguous()
     out = world.layers[0].attend(world.batch, topk, 1, lambda t, rows, v: rows)

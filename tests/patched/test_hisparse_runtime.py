@@ -56,9 +56,9 @@ def test_the_host_knows_how_many_pages_are_host_only() -> None:
         return int((entries[: tables.page_count[row]] < 0).sum())
 
     assert tables.host_pages[row] == count() == 2
-    change = RequestUpdate(4, [30, -2 - 31], changed={0: -2 - 1, 1: 32})
+    change = RequestUpdate(4, [30, -2 - 31], changed={0: -3, 1: 32, 2: -4})
     tables.apply(StepUpdate(requests={"a": change}), world.state_rows)
-    assert tables.host_pages[row] == count() == 3
+    assert tables.host_pages[row] == count() == 4
     again = RequestUpdate(0, [33])
     tables.apply(StepUpdate(requests={"a": again}), world.state_rows)
     assert tables.host_pages[row] == count() == 0

@@ -128,7 +128,5 @@ class Batch:
     def set_dummy(self, num_requests: int) -> None:
         """Take requests that are all padding, for a dummy run or a capture."""
         self.state_row.fill_(NO_ROW)
-        self.query_start.zero_()
-        self.token_request.fill_(NO_ROW)
         self.num_requests = num_requests
         self.shape = ANY_STEP
