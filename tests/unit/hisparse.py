@@ -7,6 +7,7 @@ from hisparse_core.integrity import check_integrity
 from hisparse_core.messages import INDEXER_ONLY, HotLease, PageCopy
 from hisparse_core.residency import (
     PageState,
+    Place,
     Residency,
     ResidencyConfig,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "HotLease",
     "PageCopy",
     "PageState",
+    "Place",
     "Residency",
     "ResidencyConfig",
     "check_integrity",

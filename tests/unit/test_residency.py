@@ -8,6 +8,7 @@ from hisparse_core.pool import BlockAllocator
 from hisparse import (
     INDEXER_ONLY,
     PageState,
+    Place,
     Residency,
     ResidencyConfig,
     check_integrity,
@@ -81,6 +82,33 @@ def test_lease_comes_before_pages_go_and_tail_goes_first() -> None:
     assert change.lease is not None and len(change.lease.blocks) == LEASE
     assert sorted(change.changed) == list(range(10 - len(change.changed), 10))
     assert all(entry <= INDEXER_ONLY for entry in change.changed.values())
+    check_integrity(core)
+
+
+def test_pages_of_running_requests_are_counted_by_place() -> None:
+    """On the device only, on both, on the host only, and back."""
+    core = make(60)
+
+    def counts() -> tuple[int, ...]:
+        return tuple(core.num_owned(place) for place in Place)
+
+    transfers = run_pages(core, "a", range(1, 13), 10)
+    assert counts() == (12, 0, 0)
+    for transfer in transfers:
+        core.acknowledge(transfer, [0])
+    assert counts() == (2, 10, 0)
+    assert core.make_room(26)
+    core.add_request("b", 8)
+    core.append("b", range(20, 28))
+    gone = len(core.take_update().requests["a"].changed)
+    assert gone > 0 and counts() == (10, 10 - gone, gone)
+    core.release("b", lambda page_id: False)
+    assert counts() == (2, 10 - gone, gone)
+    core.release("a", lambda page_id: True)
+    assert counts() == (0, 0, 0)
+    core.add_request("c", 10)
+    core.adopt("c", list(range(1, 11)))
+    assert counts() == (0, 10, 0)
     check_integrity(core)
 
 

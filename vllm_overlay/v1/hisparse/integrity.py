@@ -8,7 +8,7 @@ Proportional to everything there is: for tests and debugging.
 from collections import Counter
 
 from .pool import NULL_BLOCK
-from .residency import Page, PageState, Residency
+from .residency import Page, PageState, Place, Residency
 
 
 def check_integrity(residency: Residency) -> None:
@@ -51,6 +51,8 @@ def _check_frames(residency: Residency) -> None:
     assert latents == set(residency._evictable_latents), "evictable latents"
     indexers = {p.page_id for p in residency._pages.values() if _indexer_may_go(p)}
     assert indexers == set(residency._evictable_indexers), "evictable indexers"
+    owned = Counter(p.place for p in residency._pages.values() if p.owners)
+    assert all(owned[place] == residency.num_owned(place) for place in Place), owned
 
 
 def _latents_may_go(page: Page) -> bool:

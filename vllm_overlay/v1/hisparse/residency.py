@@ -29,6 +29,14 @@ class PageState(Enum):
     CLEAN = "clean"  # it is complete, on every rank
 
 
+class Place(Enum):
+    """Where the latents of a running request's page are."""
+
+    DEVICE = "device"  # the host copy is not complete
+    BOTH = "both"
+    HOST = "host"  # the indexers are on the device
+
+
 @dataclass(eq=False)
 class Page:
     """A page that has a frame; one without is clean and on the host only.
@@ -55,6 +63,13 @@ class Page:
     def entry(self) -> int:
         """What the owners' tables say of the page (D18)."""
         return self.frame_id if self.latent_blocks else INDEXER_ONLY - self.frame_id
+
+    @property
+    def place(self) -> Place:
+        """Where its latents are."""
+        if self.state is not PageState.CLEAN:
+            return Place.DEVICE
+        return Place.BOTH if self.latent_blocks else Place.HOST
 
 
 @dataclass(eq=False)
@@ -151,6 +166,7 @@ class Residency:
         self._next_transfer = 0
         self._promised_blocks = 0
         self._promised_pages = 0
+        self._num_owned = dict.fromkeys(Place, 0)
         self._update = StepUpdate()
 
     # --- capacity -------------------------------------------------------------
@@ -173,6 +189,10 @@ class Residency:
     def num_leases(self) -> int:
         """Requests that hold a hot lease."""
         return self.config.num_rows - len(self._free_rows)
+
+    def num_owned(self, place: Place) -> int:
+        """Pages of running requests whose latents are there."""
+        return self._num_owned[place]
 
     def may_gain_room(self) -> bool:
         """Whether write-backs under way will make blocks available."""
@@ -318,7 +338,9 @@ class Residency:
             self._free_rows.append(request.lease.row)
         # Tail first, so that the heads of prefixes stay longest.
         for page in reversed(request.pages):
+            self._count(page, -1)
             del page.owners[request_id]
+            self._count(page, 1)
             if page.owners:
                 self._offer(page)
             elif page.state is PageState.DIRTY and not published(page.page_id):
@@ -360,7 +382,9 @@ class Residency:
         if len(done) < self.config.num_ranks:
             return False
         del self._transfers[transfer_id]
+        self._count(page, -1)
         page.state = PageState.CLEAN
+        self._count(page, 1)
         for owner, _ in page.owners.values():
             owner.num_convertible += 1
         self._offer(page)
@@ -402,6 +426,11 @@ class Residency:
 
     # --- frames ---------------------------------------------------------------
 
+    def _count(self, page: Page, change: int) -> None:
+        """Take a page out of the count before it changes, and put it in after."""
+        if page.owners:
+            self._num_owned[page.place] += change
+
     def _new_page(
         self, page_id: int, state: PageState, indexer: int, latents: tuple[int, ...]
     ) -> Page:
@@ -419,7 +448,9 @@ class Residency:
 
     def _own(self, request: RequestPages, page: Page) -> None:
         assert request.request_id not in page.owners, page.page_id
+        self._count(page, -1)
         page.owners[request.request_id] = (request, len(request.pages))
+        self._count(page, 1)
         request.pages.append(page)
         if page.state is PageState.CLEAN:
             request.num_convertible += 1
@@ -438,7 +469,10 @@ class Residency:
             indexer = self._take(1)
             page.indexer_block = indexer[0]
         if not page.latent_blocks:
-            latents = page.latent_blocks = self._take(self.config.num_stacks)
+            latents = self._take(self.config.num_stacks)
+            self._count(page, -1)
+            page.latent_blocks = latents
+            self._count(page, 1)
             for owner, _ in page.owners.values():
                 owner.num_convertible += 1
         if indexer or latents:
@@ -471,7 +505,9 @@ class Residency:
 
     def _lose_latents(self, page: Page) -> None:
         self._blocks.give_back(page.latent_blocks)
+        self._count(page, -1)
         page.latent_blocks = ()
+        self._count(page, 1)
         for owner, _ in page.owners.values():
             owner.num_convertible -= 1
         self._frame_changed(page)

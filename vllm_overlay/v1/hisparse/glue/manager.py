@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..capacity import PoolPlan
-from ..residency import Residency, ResidencyConfig
+from ..residency import Place, Residency, ResidencyConfig
 from .spec import HiSparsePageSpec
 
 # More blocks than any host pool has: vLLM compares it with its free blocks.
@@ -199,6 +199,9 @@ class HiSparseManager(FullAttentionManager):
             "pending_transfers": self.residency.num_pending,
             "requests_full": len(self._known) - mixed,
             "requests_mixed": mixed,
+            "pages_device": self.residency.num_owned(Place.DEVICE),
+            "pages_both": self.residency.num_owned(Place.BOTH),
+            "pages_host": self.residency.num_owned(Place.HOST),
         }
 
     def forget_cached(self) -> None:

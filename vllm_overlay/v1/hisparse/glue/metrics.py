@@ -26,6 +26,9 @@ GAUGES = {
     "pending_transfers": "Write-backs that are queued or under way.",
     "requests_full": "Running requests with all pages on the device.",
     "requests_mixed": "Running requests that hold a hot lease.",
+    "pages_device": "Running requests' pages with no complete copy on the host.",
+    "pages_both": "Running requests' pages on the device and on the host.",
+    "pages_host": "Running requests' pages with latents on the host only.",
 }
 
 
