@@ -35,7 +35,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Build, make a small model, serve it and hold a conversation with it."""
+    """Build, serve a small model without and with HiSparse, and compare."""
     _run(session, "demo.py")
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""Build, make a small model, serve it and hold a conversation with it."""
+"""Build, make a small model, serve it without and with HiSparse, and compare."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
     if "NOX_CURRENT_SESSION" in os.environ:
         # nox that is terminated leaves its commands running.
         end_with_parent()
-    settings = parse_settings(argv, detect())
+    project = this_project()
+    settings = parse_settings(argv, detect(), str(project.root / "build" / "demo"))
     # Known now or after a minute's build: better now.
     free_port(settings.port)
-    project = this_project()
     say(f"building vLLM with the HiSparse series for {settings.device.value}")
     built = build(project, settings.device)
     say(f"  {built.version}, sha256 {built.sha256}")

@@ -2,15 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """The part of the demo that runs in the environment of the built wheel.
 
-Makes a small model, serves it with that environment's ``vllm serve``, and talks to it
-through the ``openai`` client. Takes the settings of `DemoSettings.to_json` as its only
+Makes a small model, serves it with that environment's ``vllm serve``, and holds several
+conversations with it through the ``openai`` client: once without and once with
+HiSparse, under one KV budget. Takes the settings of `DemoSettings.to_json` as its only
 argument.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import sys
@@ -20,46 +20,55 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import openai
-
-from hisparse_tools.demo_settings import HOST, DemoSettings, free_port
+from hisparse_demo import chart
+from hisparse_demo.measure import Load, Monitor, capacity_pages
+from hisparse_demo.report import Outcome, comparison, first_difference, page
+from hisparse_demo.screen import Waiting
+from hisparse_demo.serving import (
+    block_size,
+    budget_bytes,
+    budget_pages,
+    model_sizes,
+    serve_command,
+    server_env,
+)
+from hisparse_demo.talk import Talk, Turn
+from hisparse_tools.demo_settings import (
+    CONVERSATIONS,
+    HOST,
+    DemoSettings,
+    HiSparse,
+    free_port,
+)
 from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.pins import Device
 from hisparse_tools.progress import say, step
-from hisparse_tools.served_by import Build, ServedBy, metric_total
+from hisparse_tools.served_by import Build, ServedBy, metric_totals
 from hisparse_tools.server import Server, http_get
 from make_tiny_glm import make_tiny_glm
-from tiny_glm.sizes import TinyGlmSizes
 
-MODEL_NAME = "tiny-glm"
 START_TIMEOUT_S = 600
-ANSWER_TIMEOUT_S = 600
-BLOCK_SIZE = 64
+_SETTLE_S = 10
 # The server makes sockets in the folder; their names take 65 more characters, and may
 # have 107.
 _LONGEST_PARENT = 40
-# The kernels for GPUs are made for the head counts and the top-k of the real models.
-_CUDA_SIZES: dict[str, Any] = {
-    "hidden": 512,
-    "q_lora_rank": 512,
-    "heads": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "index_heads": 32,
-    "index_topk": 2048,
-}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One turn, counted by the server; `seconds` is measured here."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    answer_tokens: int
-    seconds: float
+_NO_PRESSURE = """\
+Nothing was preempted without HiSparse: these conversations are too short for KV
+pressure. Raise --turns or --max-tokens."""
+_CLOSING = """\
+The answers are gibberish, and are meant to be: the model is tiny, its
+weights are random, and its tokens are single bytes. The engine around it is
+the real one: the same server, scheduler, caches and model class serve GLM-5."""
+_NOTES = """\
+  Recomputed: the tokens that the engine's steps computed, by its log, less those
+  that the conversations came to. After a preemption: beyond each prompt, less what
+  the prefix cache had of it, and each answer, by /metrics. The rest is of earlier
+  turns; some always is, as the prefix cache keeps whole pages only.
+  Running: by /metrics, every 0.2 s. Hits: among the selected rows that are not
+  resident. Bytes to and from the host: copied pages and fetched rows."""
+_NOT_A_SPEED = """\
+  Seconds and tokens/s are no measure of speed: the kernels run in an interpreter."""
 
 
 @contextmanager
@@ -96,169 +105,6 @@ def work_folder(keep: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def model_sizes(settings: DemoSettings) -> TinyGlmSizes:
-    """Return the sizes of the model to serve, its context a whole number of pages."""
-    pages = -(-settings.context() // BLOCK_SIZE)
-    context = max(4096, pages * BLOCK_SIZE)
-    if settings.device is Device.CUDA:
-        return TinyGlmSizes(context=context, **_CUDA_SIZES)
-    return TinyGlmSizes(context=context)
-
-
-def cache_bytes(sizes: TinyGlmSizes) -> int:
-    """Return the bytes of a KV cache for two requests of the largest context."""
-    layers = range(sizes.layers + sizes.mtp_layers)
-    latent = 2 * (sizes.kv_lora_rank + sizes.qk_rope_head_dim) * len(layers)
-    indexer = (sizes.index_head_dim + 4) * sum(sizes.is_leader(i) for i in layers)
-    return 2 * sizes.context * (latent + indexer)
-
-
-def serve_command(settings: DemoSettings, folder: Path, port: int) -> list[str]:
-    """Return ``vllm serve`` of this interpreter's environment, with its arguments."""
-    sizes = model_sizes(settings)
-    # Through the interpreter: the first line of a script has a length limit.
-    command = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve"]
-    options = {
-        "host": HOST,
-        "port": port,
-        "served-model-name": MODEL_NAME,
-        "max-model-len": sizes.context,
-        "max-num-seqs": 4,
-        "block-size": BLOCK_SIZE,
-        "kv-cache-memory-bytes": cache_bytes(sizes),
-    }
-    command += [str(folder / "model"), *(f"--{k}={v}" for k, v in options.items())]
-    if settings.device is Device.CPU:
-        # Nothing to gain from compiling, and no compiler is needed this way.
-        command.append("--enforce-eager")
-    return command
-
-
-def server_env(folder: Path) -> dict[str, str]:
-    """Return the server's environment: this process's, less what would disturb."""
-    env = {**os.environ, "TMPDIR": str(folder / "tmp"), "VLLM_LOGGING_LEVEL": "INFO"}
-    for name in ("VLLM_API_KEY", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"):
-        env.pop(name, None)
-    # It imports nothing of this checkout, and three processes would otherwise compile
-    # the same thousands of files at every start.
-    env.pop("PYTHONDONTWRITEBYTECODE", None)
-    return env
-
-
-class Waiting:
-    """Shows that the server is starting: in place on a terminal, else now and then."""
-
-    # "(EngineCore pid=7) INFO 11-30 12:00:00 [core.py:1] ": of no use to a reader.
-    _PREFIX = re.compile(r"^(?:\(.*?\) )?INFO [\d:. -]+ \[[^\]]*\] (?=[A-Z])")
-
-    def __init__(self) -> None:
-        self._in_place = sys.stdout.isatty()
-        self._next_s = 0.0
-        self._doing = "importing"
-
-    def __call__(self, waited_s: float, line: str) -> None:
-        """Show the seconds waited and what the log's last line says, if it is time to.
-
-        Warnings and continued lines are passed over.
-        """
-        message, is_news = self._PREFIX.subn("", line)
-        if is_news:
-            self._doing = message
-        if waited_s < self._next_s:
-            return
-        self._next_s = waited_s + (0.5 if self._in_place else 10)
-        width = max(40, shutil.get_terminal_size().columns - 1)
-        text = f"  {waited_s:3.0f} s  {_printable(self._doing)}"[:width]
-        if self._in_place:
-            print(f"\r\x1b[K{text}", end="", flush=True)
-        elif waited_s > 1:
-            say(text)
-
-    def __enter__(self) -> Waiting:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._in_place:
-            print("\r\x1b[K", end="", flush=True)
-
-
-def _printable(text: str) -> str:
-    """No control characters: a byte-level model may well emit an escape sequence."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
-
-
-class Conversation:
-    """Messages to and fro, over HTTP."""
-
-    def __init__(self, server: Server, url: str, max_tokens: int) -> None:
-        self._server, self._url, self._max_tokens = server, url, max_tokens
-        self._messages: list[dict[str, str]] = []
-        self._client = openai.OpenAI(
-            base_url=f"{url}/v1",
-            api_key="none",
-            timeout=ANSWER_TIMEOUT_S,
-            max_retries=0,
-            # Not through a proxy: the server is on this machine.
-            http_client=openai.DefaultHttpxClient(trust_env=False),
-        )
-
-    def turn(self, message: str) -> Turn:
-        """Say something, and print the answer as it comes.
-
-        Raises:
-            ToolError: If the server ends or answers with an error.
-        """
-        say(f"\nuser>  {_printable(message)}")
-        self._messages.append({"role": "user", "content": message})
-        hits, start = self._hits(), time.monotonic()
-        print("model> ", end="", flush=True)
-        answer, usage = "", None
-        for piece, counts in self._stream():
-            print(_printable(piece), end="", flush=True)
-            answer += piece
-            usage = counts or usage
-        seconds = time.monotonic() - start
-        say()
-        if usage is None:
-            raise self._server.error("the answer ended without a count of its tokens")
-        self._messages.append({"role": "assistant", "content": answer})
-        cached = self._hits() - hits
-        return Turn(usage.prompt_tokens, cached, usage.completion_tokens, seconds)
-
-    def _stream(self) -> Iterator[tuple[str, Any]]:
-        try:
-            chunks = self._client.chat.completions.create(
-                model=MODEL_NAME,
-                messages=self._messages,
-                max_tokens=self._max_tokens,
-                temperature=0,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            for chunk in chunks:
-                delta = chunk.choices[0].delta.content if chunk.choices else ""
-                yield delta or "", chunk.usage
-        except Exception as error:
-            say()
-            self._check_for(5.0)
-            raise self._server.error(
-                f"the answer broke off: {type(error).__name__}: {error}"
-            ) from error
-
-    def _hits(self) -> int:
-        metrics = endpoint(self._server, f"{self._url}/metrics")
-        return int(metric_total(metrics, "vllm:prefix_cache_hits_total"))
-
-    def _check_for(self, seconds: float) -> None:
-        """A server whose engine died answers with an error first, and then ends."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self._server.check("answering")
-            time.sleep(0.1)
-
-
 def endpoint(server: Server, url: str) -> str:
     """Return what an endpoint of the server answers.
 
@@ -272,62 +118,141 @@ def endpoint(server: Server, url: str) -> str:
     return text
 
 
-def page(served: ServedBy, build: Build, turns: Sequence[Turn]) -> str:
-    """Return the closing page."""
-    rows = [
-        ("vLLM", served.version),
-        ("build", f"source tree {build.tree}, {build.patches} patches"),
-        ("model runner", served.runner),
-        ("attention", served.backend),
-        ("device", served.device),
-        ("residency", served.residency),
-        ("KV cache", served.cache),
-    ]
-    lines = ["What served this, by the server's own log and endpoints:"]
-    lines += [f"  {name:<13} {value}" for name, value in rows]
-    lines += ["", "  turn  prompt tokens  from the prefix cache  new tokens  tokens/s"]
-    for number, turn in enumerate(turns, 1):
-        rate = turn.answer_tokens / turn.seconds
-        lines.append(
-            f"  {number:>4}  {turn.prompt_tokens:>13}  {turn.cached_tokens:>21}"
-            f"  {turn.answer_tokens:>10}  {rate:>8.1f}"
-        )
-    lines += [
-        "",
-        "The answers are gibberish, and are meant to be: the model is tiny, its",
-        "weights are random, and its tokens are single bytes. The engine around it is",
-        "the real one: the same server, scheduler, caches and model class serve GLM-5.",
-    ]
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Served:
+    """A server's outcome, and its part of the picture."""
+
+    outcome: Outcome
+    run: chart.Run
 
 
-def run(settings: DemoSettings) -> None:
-    """Serve and talk.
+def settled_metrics(server: Server, url: str, tokens: int) -> str:
+    """Return what ``/metrics`` answers once it counts all tokens that were answered.
+
+    The last token is sent before it is counted.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        metrics = endpoint(server, f"{url}/metrics")
+        counted = metric_totals(metrics)["vllm:generation_tokens_total"]
+        if counted >= tokens or time.monotonic() > deadline:
+            return metrics
+        time.sleep(0.1)
+
+
+def _talk(settings: DemoSettings, server: Server, url: str) -> tuple[list, Monitor]:
+    conversations = settings.conversations()
+    turns = len(settings.messages)
+    say(f"  {len(conversations)} conversations of {turns} turns at the same time;")
+    say("  this is the first:")
+    with Monitor(lambda: http_get(f"{url}/metrics")) as monitor:
+        talk = Talk(server, url, conversations, settings.max_tokens)
+        return talk.hold(), monitor
+
+
+def serve(
+    settings: DemoSettings, folder: Path, port: int, hisparse: bool, build: Build
+) -> Served:
+    """Start a server, hold the conversations with it, and stop it.
 
     Raises:
         ToolError: If anything goes wrong with the server.
     """
+    url, name = f"http://{HOST}:{port}", "with" if hisparse else "without"
+    command = serve_command(settings, folder / "model", port, hisparse)
+    env = server_env(folder, settings.device)
+    log = folder / f"server-{name}-hisparse.log"
+    with Server(command, log, env, folder) as server:
+        title = f"starting vllm serve {name} HiSparse on {url}"
+        with step(title), Waiting() as waiting:
+            server.wait_until_ready(f"{url}/health", START_TIMEOUT_S, waiting)
+        turns, monitor = _talk(settings, server, url)
+        answers = [turn for conversation in turns for turn in conversation]
+        tokens = sum(len(turn.tokens) for turn in answers)
+        metrics = settled_metrics(server, url, tokens)
+        version = endpoint(server, f"{url}/version")
+        with step("stopping the server"):
+            server.stop()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    served = ServedBy.read(text, version, metrics)
+    served.check(build)
+    load = Load.read(metrics, text, monitor.samples, turns)
+    outcome = Outcome(hisparse, served, load, turns)
+    capacity = capacity_pages(metrics)
+    return Served(outcome, chart.Run(_title(outcome), monitor.samples, capacity))
+
+
+def _title(outcome: Outcome) -> str:
+    count = outcome.load.preemptions
+    return f"{outcome.name}: {count} preemption{'' if count == 1 else 's'}"
+
+
+def _draw(settings: DemoSettings, runs: Sequence[chart.Run]) -> Path:
+    path = Path(settings.out) / "pages.svg"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(chart.draw(runs), encoding="utf-8")
+    new.replace(path)
+    return path
+
+
+def conclude(settings: DemoSettings, parts: Sequence[Served], build: Build) -> None:
+    """Print who served and what came of it, and draw the picture.
+
+    Raises:
+        ToolError: If the outputs differ.
+    """
+    outcomes = [part.outcome for part in parts]
+    say("\n" + page(outcomes, build) + "\n")
+    pages, size = budget_pages(settings), block_size(settings.device)
+    say(f"{CONVERSATIONS} conversations at the same time, in a KV cache of")
+    say(f"{budget_bytes(settings):,} bytes, {pages} pages of {size} tokens:")
+    say(comparison(outcomes) + "\n\n" + _NOTES)
+    if settings.device is Device.CPU:
+        say(_NOT_A_SPEED)
+    say()
+    difference = None
+    if len(outcomes) == 2:
+        difference = first_difference(outcomes[0].turns, outcomes[1].turns)
+        if difference is None:
+            say(f"outputs: equal, {_compared(outcomes[0].turns)}, bit for bit")
+        if not outcomes[0].load.preemptions:
+            say(_NO_PRESSURE)
+    say(
+        f"pages by residency over time: {_draw(settings, [part.run for part in parts])}"
+    )
+    say("\n" + _CLOSING + "\n")
+    if difference is not None:
+        raise ToolError(
+            f"the outputs differ, without and with HiSparse: {difference}",
+            "run it again with --keep, and report it with the logs",
+        )
+
+
+def _compared(turns: Sequence[Sequence[Turn]]) -> str:
+    answers = [turn for conversation in turns for turn in conversation]
+    tokens = sum(len(turn.tokens) for turn in answers)
+    return f"{len(answers)} answers, {tokens:,} tokens and their log-probabilities"
+
+
+def run(settings: DemoSettings) -> None:
+    """Serve and talk, once for each run of the settings.
+
+    Raises:
+        ToolError: If anything goes wrong with a server, or the outputs differ.
+    """
     build = Build.installed()
     port = free_port(settings.port)
-    url = f"http://{HOST}:{port}"
+    if settings.device is Device.CUDA and settings.hisparse is not HiSparse.OFF:
+        say("On a GPU HiSparse is refused at start-up for now: served once, without.")
     with work_folder(settings.keep) as folder:
         with step("making a small GLM with random weights"):
             make_tiny_glm(folder / "model", **vars(model_sizes(settings)))
-        command, env = serve_command(settings, folder, port), server_env(folder)
-        with Server(command, folder / "server.log", env, folder) as server:
-            with step(f"starting vllm serve on {url}"), Waiting() as waiting:
-                server.wait_until_ready(f"{url}/health", START_TIMEOUT_S, waiting)
-            conversation = Conversation(server, url, settings.max_tokens)
-            turns = [conversation.turn(message) for message in settings.messages]
-            served = ServedBy.read(
-                server.log.read_text(encoding="utf-8", errors="replace"),
-                endpoint(server, f"{url}/version"),
-                endpoint(server, f"{url}/metrics"),
-            )
-            served.check(build)
-            say("\n" + page(served, build, turns) + "\n")
-            with step("stopping the server"):
-                server.stop()
+        parts = [
+            serve(settings, folder, port, hisparse, build)
+            for hisparse in settings.runs()
+        ]
+        conclude(settings, parts, build)
 
 
 def _hang_up(signum: int, frame: object) -> None:

@@ -9,6 +9,8 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import NoReturn, TypeVar
 
 from .errors import ToolError
 from .pins import Device
@@ -17,6 +19,8 @@ MAX_TURNS = 20
 MAX_ANSWER_TOKENS = 512
 MAX_CONTEXT = 32768
 HOST = "127.0.0.1"
+# Conversations that are held at the same time.
+CONVERSATIONS = 5
 
 # The model's tokens are bytes, so the first is longer than one page of 64 tokens: the
 # second turn already finds a page in the prefix cache.
@@ -27,6 +31,17 @@ _MESSAGES = (
     "Thank you. Is there anything else I should know?",
 )
 _DEFAULT_TURNS = 3
+_DEFAULT_MAX_TOKENS = 48
+
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+class HiSparse(str, Enum):
+    """Which servers to start."""
+
+    OFF = "off"
+    ON = "on"
+    COMPARE = "compare"
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,9 @@ class DemoSettings:
         messages: The user's messages, one per turn.
         max_tokens: Most tokens of one answer.
         port: Port to serve on; 0 for any that is free.
-        keep: Whether to keep the model and the server's log.
+        keep: Whether to keep the model and the servers' logs.
+        hisparse: Which servers to start.
+        out: Folder for the picture.
     """
 
     device: Device
@@ -46,10 +63,30 @@ class DemoSettings:
     max_tokens: int
     port: int
     keep: bool
+    hisparse: HiSparse = HiSparse.COMPARE
+    out: str = "build/demo"
+
+    def conversations(self) -> list[tuple[str, ...]]:
+        """Return the user's messages of each conversation.
+
+        All but the first begin with a number, so that they share no page.
+        """
+        first, *later = self.messages
+        return [
+            (f"{number}. {first}" if number > 1 else first, *later)
+            for number in range(1, CONVERSATIONS + 1)
+        ]
+
+    def runs(self) -> tuple[bool, ...]:
+        """Return whether HiSparse is on, for each server to start."""
+        if self.device is Device.CUDA or self.hisparse is HiSparse.OFF:
+            return (False,)
+        return (True,) if self.hisparse is HiSparse.ON else (False, True)
 
     def context(self) -> int:
-        """Return the most tokens that the conversation can come to."""
-        said = sum(len(message.encode()) for message in self.messages)
+        """Return the most tokens that a conversation can come to."""
+        longest = self.conversations()[-1]
+        said = sum(len(message.encode()) for message in longest)
         # Each message has two tokens of its own, and the whole begins with two.
         marks = 2 + 4 * len(self.messages)
         return said + marks + self.max_tokens * len(self.messages)
@@ -64,27 +101,35 @@ class DemoSettings:
         fields = json.loads(text)
         fields["device"] = Device(fields["device"])
         fields["messages"] = tuple(fields["messages"])
+        fields["hisparse"] = HiSparse(fields["hisparse"])
         return DemoSettings(**fields)
 
 
-def parse_settings(argv: Sequence[str], detect: Device) -> DemoSettings:
-    """Read the flags.
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as all of the project's tools do."""
 
-    Args:
-        argv: The arguments.
-        detect: The device to use when no flag names one.
+    def error(self, message: str) -> NoReturn:
+        raise ToolError(message, "./run demo -- --help lists the options")
 
-    Raises:
-        ToolError: If a value is out of its range.
-    """
-    parser = argparse.ArgumentParser(
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
         prog="nox -s demo --",
-        description="Build, make a small model, serve it and hold a conversation.",
+        description="Build, make a small model, serve it without and with HiSparse, "
+        "and hold the same conversations with both servers.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--device",
-        choices=[device.value for device in Device],
+        metavar="|".join(choice.value for choice in Device),
         help="what to serve on; CUDA if this machine has it, else cpu",
+    )
+    parser.add_argument(
+        "--hisparse",
+        metavar="|".join(choice.value for choice in HiSparse),
+        default=HiSparse.COMPARE.value,
+        help="serve without HiSparse, with it, or first without and then with it, "
+        "and compare (default)",
     )
     parser.add_argument(
         "--turns",
@@ -102,8 +147,9 @@ def parse_settings(argv: Sequence[str], detect: Device) -> DemoSettings:
     parser.add_argument(
         "--max-tokens",
         metavar="N",
-        default="64",
-        help=f"most tokens of one answer, 1 to {MAX_ANSWER_TOKENS} (default 64)",
+        default=str(_DEFAULT_MAX_TOKENS),
+        help=f"most tokens of one answer, 1 to {MAX_ANSWER_TOKENS} "
+        f"(default {_DEFAULT_MAX_TOKENS})",
     )
     parser.add_argument(
         "--port",
@@ -112,26 +158,59 @@ def parse_settings(argv: Sequence[str], detect: Device) -> DemoSettings:
         help="port to serve on (default: a free one)",
     )
     parser.add_argument(
-        "--keep", action="store_true", help="keep the model and the server's log"
+        "--keep", action="store_true", help="keep the model and the servers' logs"
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse_settings(
+    argv: Sequence[str], detect: Device, out: str = "build/demo"
+) -> DemoSettings:
+    """Read the flags.
+
+    Args:
+        argv: The arguments.
+        detect: The device to use when no flag names one.
+        out: Folder for the picture.
+
+    Raises:
+        ToolError: If a value is not allowed.
+    """
+    args = _parser().parse_args(argv)
     turns = _DEFAULT_TURNS if not args.prompt else len(args.prompt)
     if args.turns is not None:
         turns = _number("--turns", args.turns, 1, MAX_TURNS)
     settings = DemoSettings(
-        device=Device(args.device) if args.device else detect,
+        device=_choice("--device", args.device or detect.value, Device),
         messages=_messages(args.prompt, turns),
         max_tokens=_number("--max-tokens", args.max_tokens, 1, MAX_ANSWER_TOKENS),
         port=_number("--port", args.port, 0, 65535),
         keep=args.keep,
+        hisparse=_choice("--hisparse", args.hisparse, HiSparse),
+        out=out,
     )
+    if settings.device is Device.CUDA and settings.hisparse is HiSparse.ON:
+        raise ToolError(
+            "--hisparse is 'on', but on a GPU HiSparse is refused at start-up for now",
+            "add --device cpu, or leave --hisparse out",
+        )
     if settings.context() > MAX_CONTEXT:
         raise ToolError(
-            f"the conversation may come to {settings.context()} tokens (a byte is a "
+            f"a conversation may come to {settings.context()} tokens (a byte is a "
             f"token); the demo's model has a context of at most {MAX_CONTEXT}",
             "shorten --prompt, or lower --turns or --max-tokens",
         )
     return settings
+
+
+def _choice(name: str, text: str, choices: type[_Choice]) -> _Choice:
+    allowed = [choice.value for choice in choices]
+    if text in allowed:
+        return choices(text)
+    raise ToolError(
+        f"{name} is {text!r}; allowed are {', '.join(allowed)}",
+        f"give {name} one of these, or leave it out",
+    )
 
 
 def _number(name: str, text: str, low: int, high: int) -> int:

@@ -17,12 +17,15 @@ class ToolError(Exception):
     Attributes:
         what: One line (or a few) that says what is wrong, with names and values.
         remedy: What to do about it.
+        before: Lines to print first, such as the end of a log: whatever comes last
+            is what a reader sees.
     """
 
-    def __init__(self, what: str, remedy: str) -> None:
+    def __init__(self, what: str, remedy: str, before: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.remedy = remedy
+        self.before = before
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
@@ -71,7 +74,8 @@ def run_command(
         sys.stdout.flush()
     except ToolError as error:
         sys.stdout.flush()
-        print(f"error: {error.what}\nremedy: {error.remedy}", file=sys.stderr)
+        text = f"{error.before}error: {error.what}\nremedy: {error.remedy}"
+        print(text, file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
         sys.stdout.flush()

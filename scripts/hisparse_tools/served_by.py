@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from importlib.metadata import distribution
 
@@ -21,14 +22,16 @@ _BACKEND = re.compile(
 _DEVICE = re.compile(r"\bdevice_config=(\w+)")
 
 
-def metric_total(text: str, name: str) -> float:
-    """Return a metric's value, summed over its labels; 0 where it is absent.
+def metric_totals(text: str) -> defaultdict[str, float]:
+    """Return the metrics' values by name, summed over their labels; others are 0.
 
     Args:
         text: What ``/metrics`` answered.
-        name: The sample's name, such as ``vllm:prefix_cache_hits_total``.
     """
-    return sum(float(m["value"]) for m in _SAMPLE.finditer(text) if m["name"] == name)
+    totals: defaultdict[str, float] = defaultdict(float)
+    for match in _SAMPLE.finditer(text):
+        totals[match["name"]] += float(match["value"])
+    return totals
 
 
 def metric_labels(text: str, name: str) -> dict[str, str]:
@@ -74,7 +77,7 @@ class ServedBy:
         backend: The attention backend named in the log.
         device: The device named in the log.
         residency: Where the KV rows are, by the server's metrics.
-        cache: The KV cache's size, by the server's metrics.
+        cache: What the device's KV cache holds, by the server's metrics.
     """
 
     version: str
@@ -97,15 +100,15 @@ class ServedBy:
             ToolError: If the log or an endpoint does not state one of them.
         """
         labels = metric_labels(metrics, "vllm:cache_config_info")
-        sizes = [labels.get(name, "?") for name in ("num_gpu_blocks", "block_size")]
+        names = ("kv_cache_size_tokens", "block_size", "cache_dtype")
+        tokens, block_size, dtype = (labels.get(name, "?") for name in names)
         return ServedBy(
             version=json.loads(version_answer)["version"],
             runner=_stated(log, _RUNNER, "model runner"),
             backend=_stated(log, _BACKEND, "attention backend"),
             device=_stated(log, _DEVICE, "device"),
             residency=_residency(metrics),
-            cache=f"{sizes[0]} blocks of {sizes[1]} tokens, "
-            f"dtype {labels.get('cache_dtype', '?')}",
+            cache=f"{tokens} tokens in pages of {block_size}, dtype {dtype}",
         )
 
     def check(self, build: Build) -> None:
@@ -140,5 +143,5 @@ def _stated(log: str, pattern: re.Pattern[str], what: str) -> str:
 def _residency(metrics: str) -> str:
     """A server with HiSparse exports metrics of its own from the start."""
     if "vllm:hisparse_" in metrics:
-        return "full, mixed or none by need: HiSparse on"
+        return "full or mixed by need: HiSparse on"
     return "full: HiSparse off"

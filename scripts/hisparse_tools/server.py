@@ -206,8 +206,9 @@ class Server:
         """Return an error that shows the end of the log and names the log."""
         tail = "\n".join(f"  | {line}" for line in self._last_lines(_TAIL_LINES))
         return ToolError(
-            f"{what}\nits log ends:\n{tail or '  | (empty)'}",
+            what,
             f"the whole log is {self.log}",
+            before=f"the server's log ends:\n{tail or '  | (empty)'}\n",
         )
 
     def wait_until_ready(

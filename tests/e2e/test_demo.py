@@ -11,12 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import demo_session
-from hisparse_tools.demo_settings import DemoSettings
+from hisparse_tools.demo_settings import CONVERSATIONS, DemoSettings, HiSparse
 from hisparse_tools.env import cpu_run_env
 from hisparse_tools.pins import Device
 from hisparse_tools.served_by import Build
@@ -31,10 +33,12 @@ STOP_S = 60
 def session_settings(**changes: object) -> DemoSettings:
     fields = {
         "device": Device.CPU,
-        "messages": ("A message that is longer than one page of tokens. " * 2, "And?"),
+        # Long enough for KV pressure, few enough tokens to generate.
+        "messages": ("A message that is longer than some pages are. " * 4, "And?"),
         "max_tokens": 24,
         "port": 0,
         "keep": False,
+        "hisparse": HiSparse.OFF,
     }
     return DemoSettings(**(fields | changes))
 
@@ -44,6 +48,7 @@ class Demo:
 
     def __init__(self, folder: Path, settings: DemoSettings) -> None:
         self.folder = folder
+        settings = replace(settings, out=str(folder / "picture"))
         env = cpu_run_env() | {"TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         # Of these tests' in-process engines, not of a user's server.
         for name in ("VLLM_BATCH_INVARIANT", "VLLM_ENABLE_V1_MULTIPROCESSING"):
@@ -58,6 +63,7 @@ class Demo:
                 stderr=error,
             )
         self.pieces: list[str] = []
+        self._servers: list[int] = []
 
     def read_until(self, text: str, seconds: float) -> None:
         """Read what comes until it contains `text`."""
@@ -83,15 +89,16 @@ class Demo:
 
     def left_behind(self) -> list[str]:
         """Files that the session made in its temporary folder and did not remove."""
-        return [path.name for path in self.folder.iterdir() if path.name != "stderr"]
+        known = {"stderr", "picture"}
+        return [path.name for path in self.folder.iterdir() if path.name not in known]
 
     def note_server(self) -> None:
-        """Wait until the server exists, and remember its session."""
+        """Wait until a new server exists, and remember its session."""
         deadline = time.monotonic() + START_S
-        while not (leaders := self._session_leaders()):
+        while not (leaders := set(self._session_leaders()) - set(self._servers)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        [self._server] = leaders
+        self._servers += leaders
 
     def _session_leaders(self) -> list[int]:
         """Children that began a session of their own."""
@@ -100,8 +107,8 @@ class Demo:
         return [int(child) for child in children if os.getsid(int(child)) == int(child)]
 
     def servers(self) -> dict[int, str]:
-        """The server's processes that are alive, with their names."""
-        found = session_processes(self._server)
+        """The servers' processes that are alive, with their names."""
+        found = [pid for server in self._servers for pid in session_processes(server)]
         return {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in found}
 
 
@@ -135,25 +142,28 @@ def start(temporary: Callable[[], Path]) -> Iterator[Callable[..., Demo]]:
 
 @pytest.fixture(scope="module")
 def finished(temporary: Callable[[], Path]) -> Demo:
-    """A conversation of two turns, held to its end."""
-    settings = session_settings(keep=True)
-    one = Demo(temporary(), settings)
+    """Conversations of two turns, held to their end with both servers."""
+    one = Demo(temporary(), session_settings(keep=True, hisparse=HiSparse.COMPARE))
     try:
-        one.read_until("starting vllm serve", START_S)
-        one.note_server()
-        one.read_until("model> ", START_S)
-        for _ in settings.messages:
-            one.read_until("\n", START_S)
-        one.read_until("tokens/s", START_S)
+        for name in ("without", "with"):
+            one.read_until(f"starting vllm serve {name} HiSparse", START_S)
+            one.note_server()
+        one.read_until("gibberish", START_S)
         assert one.finish(STOP_S) == 0, one.error()
     finally:
         one.process.kill()
     return one
 
 
-def fact(one: Demo, name: str) -> str:
-    [value] = re.findall(rf"^  {name} +(.+)$", one.output(), re.M)
-    return value
+def facts(one: Demo, name: str) -> list[str]:
+    return re.findall(rf"^  {name} +(.+)$", one.output(), re.M)
+
+
+def row(one: Demo, name: str) -> list[float]:
+    """What the comparison says of each server, without units."""
+    [text] = re.findall(rf"^ +{name}  +(.+)$", one.output(), re.M)
+    values = text.replace(",", "").replace("%", "").split()
+    return [float(value.replace("-", "nan")) for value in values]
 
 
 def turns(one: Demo) -> list[list[int]]:
@@ -167,48 +177,99 @@ def answers(one: Demo) -> list[str]:
 
 
 def test_every_message_is_answered_with_as_many_tokens_as_asked(finished: Demo) -> None:
-    assert [row[3] for row in turns(finished)] == [24, 24]
-    assert [len(answer) for answer in answers(finished)] == [24, 24]
+    assert [row[3] for row in turns(finished)] == [24] * 4
+    assert [len(answer) for answer in answers(finished)] == [24] * 4
 
 
 def test_the_answers_come_in_pieces(finished: Demo) -> None:
     """At least one in three tokens was seen before the next one came."""
     pieces = [piece for piece in finished.pieces if 0 < len(piece) < 4]
-    assert len(pieces) > 16
+    assert len(pieces) > 32
 
 
 def test_later_turns_find_whole_pages_of_earlier_ones(finished: Demo) -> None:
-    [[_, first, first_cached, _], [_, second, second_cached, _]] = turns(finished)
-    assert first_cached == 0
+    """With HiSparse all of them; without, what pressure left."""
+    without, later_without, first, later = turns(finished)
+    assert without[2] == first[2] == 0
     # Only whole pages are kept, and the last token is not yet among them.
-    assert second_cached == (first + 24 - 1) // 64 * 64
-    assert 64 <= second_cached < second
+    assert later[2] == (first[1] + 24 - 1) // 16 * 16
+    assert later_without[2] <= later[2] < later[1] == later_without[1]
+
+
+def test_only_hisparse_spares_preemptions(finished: Demo) -> None:
+    without, with_hisparse = row(finished, "preemptions")
+    assert without >= 2 and with_hisparse == 0
+    without, with_hisparse = row(finished, "after a preemption")
+    assert without > 0 and with_hisparse == 0
+    without, with_hisparse = row(finished, "recomputed tokens")
+    assert without > with_hisparse
+    # The last page of each first turn, which was not full.
+    assert with_hisparse <= CONVERSATIONS * 16
+
+
+def test_with_hisparse_every_conversation_runs(finished: Demo) -> None:
+    assert row(finished, "requests running, most")[1] == CONVERSATIONS
+    without, with_hisparse = row(finished, "requests running, mean")
+    assert 1 <= without < with_hisparse <= CONVERSATIONS
+
+
+def test_rows_and_pages_were_moved(finished: Demo) -> None:
+    assert 0 < row(finished, "hot buffer hit rate")[1] < 100
+    for name in ("bytes to the host", "bytes from the host"):
+        without, with_hisparse = row(finished, name)
+        assert without == 0 and with_hisparse > 10**6
+
+
+def test_outputs_are_compared_and_equal(finished: Demo) -> None:
+    count = 2 * CONVERSATIONS
+    assert f"outputs: equal, {count} answers, {24 * count} tokens" in finished.output()
+    assert answers(finished)[:2] == answers(finished)[2:]
+
+
+def test_the_picture_shows_pages_that_are_on_the_host_only(finished: Demo) -> None:
+    path = finished.folder / "picture" / "pages.svg"
+    assert f"pages by residency over time: {path}" in finished.output()
+    root = ElementTree.parse(path).getroot()
+    areas = [e for e in root.iter() if e.get("class") == "host" and e.get("points")]
+    heights = [
+        {pair.split(",")[1] for pair in str(area.get("points")).split()}
+        for area in areas
+    ]
+    # Nothing without HiSparse; with it, more than nothing at times.
+    assert len(heights) == 2 and len(heights[1]) > 3
+    assert [path.name for path in path.parent.iterdir()] == ["pages.svg"]
 
 
 def test_the_page_names_the_installed_build(finished: Demo) -> None:
     build = Build.installed()
-    assert fact(finished, "vLLM") == build.version
-    assert build.tree in fact(finished, "build")
+    assert facts(finished, "vLLM") == [build.version]
+    [text] = facts(finished, "build")
+    assert build.tree in text
 
 
 def test_the_page_names_what_served(finished: Demo) -> None:
-    assert fact(finished, "model runner") == "V2"
-    assert fact(finished, "attention") == "CPU_MLA_SPARSE"
-    assert fact(finished, "device") == "cpu"
-    assert fact(finished, "residency") == "full: HiSparse off"
+    assert facts(finished, "model runner") == ["V2"]
+    assert facts(finished, "attention") == ["CPU_MLA_SPARSE"]
+    assert facts(finished, "device") == ["cpu"]
+    assert facts(finished, "residency") == [
+        "full: HiSparse off",
+        "full or mixed by need: HiSparse on",
+    ]
 
 
 def test_the_page_says_that_the_text_means_nothing(finished: Demo) -> None:
     assert "gibberish" in finished.output()
 
 
-def test_keeping_leaves_model_and_log_and_nothing_else(finished: Demo) -> None:
+def test_keeping_leaves_model_and_logs_and_nothing_else(finished: Demo) -> None:
     [name] = finished.left_behind()
     folder = finished.folder / name
     assert f"kept {folder}" in finished.output()
-    assert {path.name for path in folder.iterdir()} == {"model", "server.log"}
+    logs = {"server-without-hisparse.log", "server-with-hisparse.log"}
+    assert {path.name for path in folder.iterdir()} == {"model", *logs}
     assert (folder / "model" / "config.json").is_file()
-    assert "Using V2 Model Runner" in (folder / "server.log").read_text()
+    for log in logs:
+        assert "Using V2 Model Runner" in (folder / log).read_text()
 
 
 def test_no_process_is_left(finished: Demo) -> None:
@@ -248,10 +309,15 @@ def test_the_death_of_the_engine_is_explained(start) -> None:
     os.kill(engine, signal.SIGKILL)
     assert one.finish(STOP_S) == 1
     error = one.error()
-    assert re.search(r"error: the (server ended|answer broke off)", error)
-    assert "its log ends:\n  | " in error
+    assert error.startswith("the server's log ends:\n  | ")
+    # The last two lines, whatever the log holds.
+    *_, what, remedy = error.splitlines()
+    assert re.match(r"error: (the server ended|an answer broke off)", what)
+    assert remedy.startswith("remedy: the whole log is ")
     assert "\nTraceback (most recent call last):" not in error
     log = Path(re.findall(r"remedy: the whole log is (.+)", error)[0])
     assert "EngineCore" in log.read_text()
     assert one.servers() == {}
-    assert [path.name for path in log.parent.iterdir()] == ["server.log"]
+    assert [path.name for path in log.parent.iterdir()] == [
+        "server-without-hisparse.log"
+    ]

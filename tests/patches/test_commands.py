@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hisparse_tools.errors import run_command
+from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.paths import Project
 from hisparse_tools.pins import read_pins
 from hisparse_tools.readme import with_table
@@ -129,6 +129,19 @@ def fails_with(error: OSError) -> Callable[[Sequence[str]], int]:
     return main
 
 
+def test_what_is_wrong_comes_after_a_log_that_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """So that nobody has to scroll."""
+
+    def main(argv: Sequence[str]) -> int:
+        raise ToolError("it broke", "mend it", before="its log\n")
+
+    with pytest.raises(SystemExit):
+        run_command(main, [])
+    assert capsys.readouterr().err == "its log\nerror: it broke\nremedy: mend it\n"
+
+
 def test_a_folder_that_cannot_be_written_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -159,13 +172,17 @@ def tools_folder(tmp_path: Path, *names: str) -> Path:
 
 
 def bootstrap(
-    path: Path, tmp_path: Path, cache: str = "c", run: Path = ROOT / "run"
+    path: Path,
+    tmp_path: Path,
+    cache: str = "c",
+    run: Path = ROOT / "run",
+    args: Sequence[str] = ("tests",),
 ) -> subprocess.CompletedProcess[str]:
     """Call ``./run tests`` from another folder, with only the tools in a folder."""
     env = {"PATH": str(path)}
     if cache:
         env |= {"HOME": str(tmp_path), "HISPARSE_CACHE": cache}
-    command = [str(run), "tests"]
+    command = [str(run), *args]
     return subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True
     )
@@ -224,6 +241,30 @@ def test_run_refuses_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
     done = bootstrap(path, tmp_path, cache="/proc/none")
     assert done.returncode == 1
     assert "/proc/none cannot be created or written" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "remedy"),
+    [
+        (["demo", "--turns", "2"], "write ./run demo -- --turns 2;"),
+        (["lint", "demo", "-k"], "write ./run lint demo -- -k;"),
+        (["--help"], "write ./run SESSION -- --help;"),
+    ],
+)
+def test_run_says_where_options_go(
+    tmp_path: Path, args: list[str], remedy: str
+) -> None:
+    done = bootstrap(tools_folder(tmp_path), tmp_path, args=args)
+    assert done.returncode == 1
+    option = next(arg for arg in args if arg.startswith("-"))
+    assert done.stderr.startswith(f"error: {option} is not behind two dashes\n")
+    assert remedy in done.stderr
+
+
+def test_run_passes_options_behind_two_dashes_on(tmp_path: Path) -> None:
+    done = bootstrap(tools_folder(tmp_path), tmp_path, args=["demo", "--", "--turns"])
+    assert "two dashes" not in done.stderr
+    assert "git is not installed" in done.stderr
 
 
 def without_network(tmp_path: Path) -> Path:

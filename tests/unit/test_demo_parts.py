@@ -14,16 +14,29 @@ import pytest
 
 import demo
 import demo_session
+from hisparse_demo.screen import Waiting, printable
+from hisparse_demo.serving import (
+    block_size,
+    budget_bytes,
+    budget_pages,
+    host_pool_gib,
+    model_sizes,
+    serve_command,
+    server_env,
+    token_bytes,
+)
 from hisparse_tools import served_by
 from hisparse_tools.demo_settings import (
+    CONVERSATIONS,
     MAX_CONTEXT,
     DemoSettings,
+    HiSparse,
     free_port,
     parse_settings,
 )
 from hisparse_tools.errors import ToolError
 from hisparse_tools.pins import Device
-from hisparse_tools.served_by import Build, ServedBy, metric_labels, metric_total
+from hisparse_tools.served_by import Build, ServedBy, metric_labels, metric_totals
 
 # As a server writes them, shortened.
 LOG = """\
@@ -45,7 +58,8 @@ METRICS = """\
 vllm:prefix_cache_hits_total{engine="0",model_name="m"} 64.0
 vllm:prefix_cache_hits_total{engine="1",model_name="m"} 128.0
 vllm:prefix_cache_hits_created{engine="0",model_name="m"} 1.795994960321e+09
-vllm:cache_config_info{block_size="64",cache_dtype="auto",num_gpu_blocks="294"} 1.0
+vllm:cache_config_info{block_size="64",cache_dtype="auto",\
+kv_cache_size_tokens="896"} 1.0
 process_open_fds 51.0
 """
 BUILD = Build("0.29.0+cpu.hisparse.1", "f512118a", 3)
@@ -73,12 +87,38 @@ class TestFlags:
         assert settings("--device", "cpu", device=Device.CUDA).device is Device.CPU
 
     def test_the_context_holds_all_that_is_said(self) -> None:
-        """Marks: 2 at the beginning, and a role and a line break for each message."""
+        """Marks: 2 at the beginning, and a role and a line break for each message.
+
+        All but the first conversation have three bytes more at their beginning.
+        """
         given = settings("--prompt", "aé", "--prompt", "b", "--max-tokens", "10")
-        assert given.context() == 2 + (3 + 10 + 4) + (1 + 10 + 4)
+        assert given.context() == 2 + (3 + 3 + 10 + 4) + (1 + 10 + 4)
+
+    def test_conversations_share_no_page(self) -> None:
+        first, *others = settings().conversations()
+        assert first == settings().messages
+        assert len({messages[0][:3] for messages in [first, *others]}) == CONVERSATIONS
+        assert all(messages[1:] == first[1:] for messages in others)
+
+    @pytest.mark.parametrize(
+        ("argv", "runs"),
+        [
+            ([], (False, True)),
+            (["--hisparse", "compare"], (False, True)),
+            (["--hisparse", "off"], (False,)),
+            (["--hisparse", "on"], (True,)),
+            (["--device", "cuda"], (False,)),
+        ],
+    )
+    def test_both_servers_are_started_unless_told_or_on_a_gpu(
+        self, argv: list[str], runs: tuple[bool, ...]
+    ) -> None:
+        assert settings(*argv).runs() == runs
 
     def test_settings_survive_the_hand_over(self) -> None:
-        given = settings("--prompt", "é\n'\"", "--port", "8000", "--keep")
+        given = settings(
+            "--prompt", "é\n'\"", "--port", "8000", "--keep", "--hisparse", "on"
+        )
         assert DemoSettings.from_json(given.to_json()) == given
 
     @pytest.mark.parametrize(
@@ -96,6 +136,11 @@ class TestFlags:
                 ["--port", "65536"],
                 "--port is '65536'; allowed is a whole number",
             ),
+            (["--device", "tpu"], "--device is 'tpu'; allowed are cuda, cpu"),
+            (["--hisparse", "1"], "--hisparse is '1'; allowed are off, on, compare"),
+            (["--device", "cuda", "--hisparse", "on"], "on a GPU HiSparse is refused"),
+            (["--trns", "2"], "unrecognized arguments: --trns"),
+            (["--turns"], "--turns: expected one argument"),
             (["--prompt", " "], "--prompt is empty"),
             (["--prompt", "a", "--prompt", "b", "--turns", "1"], "given 2 times"),
             (["--prompt", "a\udcff"], "--prompt is not valid text"),
@@ -125,16 +170,17 @@ class TestPort:
 
 class TestServedBy:
     def test_metrics_are_summed_over_labels(self) -> None:
-        assert metric_total(METRICS, "vllm:prefix_cache_hits_total") == 192
-        assert metric_total(METRICS, "process_open_fds") == 51
-        assert metric_total(METRICS, "vllm:prefix_cache_hits") == 0
+        totals = metric_totals(METRICS)
+        assert totals["vllm:prefix_cache_hits_total"] == 192
+        assert totals["process_open_fds"] == 51
+        assert totals["vllm:prefix_cache_hits"] == 0
 
     def test_labels_are_read(self) -> None:
         labels = metric_labels(METRICS, "vllm:cache_config_info")
         assert labels == {
             "block_size": "64",
             "cache_dtype": "auto",
-            "num_gpu_blocks": "294",
+            "kv_cache_size_tokens": "896",
         }
 
     @pytest.mark.parametrize(
@@ -150,7 +196,7 @@ class TestServedBy:
             backend=backend,
             device=device,
             residency="full: HiSparse off",
-            cache="294 blocks of 64 tokens, dtype auto",
+            cache="896 tokens in pages of 64, dtype auto",
         )
 
     def test_a_server_with_hisparse_metrics_has_it_on(self) -> None:
@@ -260,7 +306,7 @@ class TestWaiting:
     def test_off_a_terminal_a_line_comes_every_ten_seconds(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with demo_session.Waiting() as waiting:
+        with Waiting() as waiting:
             for tenths in range(0, 250, 2):
                 waiting(tenths / 10, self.NEWS)
         lines = capsys.readouterr().out.splitlines()
@@ -273,7 +319,7 @@ class TestWaiting:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-        with demo_session.Waiting() as waiting:
+        with Waiting() as waiting:
             waiting(3.0, self.NEWS)
         out = capsys.readouterr().out
         assert out == "\r\x1b[K    3 s  Using V2 Model Runner\r\x1b[K"
@@ -290,7 +336,7 @@ class TestWaiting:
     def test_what_is_no_news_leaves_the_news(
         self, line: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with demo_session.Waiting() as waiting:
+        with Waiting() as waiting:
             waiting(1.0, self.NEWS)
             waiting(12.0, line)
         assert capsys.readouterr().out == "   12 s  Using V2 Model Runner\n"
@@ -326,23 +372,55 @@ class TestSession:
         assert found == left
 
     def test_control_characters_are_not_printed(self) -> None:
-        text = demo_session._printable("a\x1b[2Jb\n\u202ec é")
+        text = printable("a\x1b[2Jb\n\u202ec é")
         assert text == "a\ufffd[2Jb\n\ufffdc é"
 
-    def test_the_cache_holds_two_whole_conversations(self) -> None:
-        sizes = demo_session.model_sizes(settings())
-        per_token = demo_session.cache_bytes(sizes) / (2 * sizes.context)
-        # 7 latents of 576 bf16 values, 4 indexer rows of 128 fp8 values and a scale
-        assert per_token == 7 * 576 * 2 + 4 * 132
+
+class TestServing:
+    def test_a_token_takes_what_the_served_layers_keep_of_it(self) -> None:
+        # 6 latents of 576 bf16 values, 3 indexer rows of 128 fp8 values and a scale
+        assert token_bytes(model_sizes(settings())) == 6 * 576 * 2 + 3 * 132
+
+    def test_the_budget_holds_one_conversation_but_not_all(self) -> None:
+        for argv in ([], ["--turns", "1", "--max-tokens", "1"], ["--turns", "20"]):
+            given = settings(*argv)
+            size, context = block_size(Device.CPU), model_sizes(given).context
+            # One block is vLLM's own.
+            tokens = (budget_pages(given) - 1) * size
+            assert context <= tokens < CONVERSATIONS * given.context()
+            assert budget_bytes(given) % (size * token_bytes(model_sizes(given))) == 0
+
+    def test_the_host_pool_holds_all_conversations(self) -> None:
+        given = settings()
+        all_bytes = CONVERSATIONS * given.context() * token_bytes(model_sizes(given))
+        assert all_bytes <= host_pool_gib(given) * 2**30
+
+    def test_on_a_gpu_all_conversations_fit(self) -> None:
+        given = settings(device=Device.CUDA)
+        context = model_sizes(given).context
+        assert context >= 4096
+        assert (budget_pages(given) - 1) * 64 >= CONVERSATIONS * context
+
+    def test_only_the_connector_makes_the_difference(self, tmp_path: Path) -> None:
+        off = serve_command(settings(), tmp_path, 8000, hisparse=False)
+        on = serve_command(settings(), tmp_path, 8000, hisparse=True)
+        [added] = set(on) - set(off)
+        assert set(off) < set(on)
+        name, _, value = added.partition("=")
+        assert name == "--kv-transfer-config"
+        assert json.loads(value)["kv_connector"] == "HiSparseConnector"
+
+    def test_outputs_can_be_compared_on_the_cpu(self, tmp_path: Path) -> None:
+        assert server_env(tmp_path, Device.CPU)["VLLM_BATCH_INVARIANT"] == "1"
 
     def test_a_long_conversation_gets_a_larger_context(self) -> None:
         long = settings("--prompt", "x" * 8000)
-        context = demo_session.model_sizes(long).context
+        context = model_sizes(long).context
         assert context % 64 == 0
         assert long.context() <= context < long.context() + 64
 
     def test_the_server_is_this_environments_own(self, tmp_path: Path) -> None:
-        command = demo_session.serve_command(settings(), tmp_path, 8000)
+        command = serve_command(settings(), tmp_path, 8000, hisparse=False)
         assert command[:3] == [
             sys.executable,
             f"{Path(sys.executable).parent}/vllm",
@@ -356,6 +434,6 @@ class TestSession:
         monkeypatch.setenv("VLLM_API_KEY", "secret")
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-        env = demo_session.server_env(tmp_path)
+        env = server_env(tmp_path, Device.CPU)
         assert env["VLLM_LOGGING_LEVEL"] == "INFO"
         assert not {"VLLM_API_KEY", "PYTHONDONTWRITEBYTECODE"} & env.keys()

@@ -235,8 +235,8 @@ def test_a_death_while_starting_shows_the_log_and_names_it(tmp_path: Path) -> No
     ):
         server.wait_until_ready("http://127.0.0.1:9/", 20)
     assert "ended with status 3 while starting" in caught.value.what
-    assert "| line 99" in caught.value.what
-    assert "line 10\n" not in caught.value.what
+    assert "| line 99\n" in caught.value.before
+    assert "line 10\n" not in caught.value.before
     assert str(tmp_path / "log") in caught.value.remedy
 
 
