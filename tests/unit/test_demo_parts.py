@@ -30,7 +30,6 @@ from hisparse_tools.demo_settings import (
     CONVERSATIONS,
     MAX_CONTEXT,
     DemoSettings,
-    HiSparse,
     free_port,
     parse_settings,
 )

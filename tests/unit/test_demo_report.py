@@ -4,14 +4,21 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
-from hisparse_demo import chart
+import demo_session
+from hisparse_demo import chart, talk
 from hisparse_demo.measure import Load, Monitor, Sample, capacity_pages, computed_tokens
 from hisparse_demo.report import Outcome, comparison, first_difference, page
-from hisparse_demo.talk import Turn
+from hisparse_demo.talk import Talk, Turn
+from hisparse_tools.demo_settings import DemoSettings, parse_settings
+from hisparse_tools.errors import ToolError
+from hisparse_tools.pins import Device
 from hisparse_tools.served_by import Build, ServedBy
 
 # As a server writes them, shortened. Two requests of one conversation: 40 tokens and
@@ -180,6 +187,139 @@ class TestOutputs:
         other = dataclasses.replace(same, **changes)
         found = first_difference([[same], [same, same]], [[same], [same, other]])
         assert found == f"conversation 2, turn 2, {what}"
+
+
+class TestConclusion:
+    """What the session says at the end."""
+
+    BUILD = Build("1", "abc", 3)
+
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> DemoSettings:
+        return parse_settings([], Device.CPU, str(tmp_path / "out"))
+
+    def part(self, one: Outcome) -> demo_session.Served:
+        run = chart.Run("x", [sample(0), sample(1, device=1)], 2)
+        return demo_session.Served(one, run)
+
+    def test_equal_outputs_are_said_and_the_picture_is_named(
+        self, settings: DemoSettings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        parts = [self.part(outcome(False)), self.part(outcome(True))]
+        demo_session.conclude(settings, parts, self.BUILD)
+        text = capsys.readouterr().out
+        assert "outputs: equal, 2 answers, 20 tokens and" in text
+        path = Path(settings.out, "pages.svg")
+        assert f"over time: {path}\n" in text
+        assert "too short" not in text
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+    def test_outputs_that_differ_are_an_error(
+        self, settings: DemoSettings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        [[first, last]] = TALK
+        other = [[first, dataclasses.replace(last, tokens=(5, *last.tokens[1:]))]]
+        changed = dataclasses.replace(outcome(True), turns=other)
+        parts = [self.part(outcome(False)), self.part(changed)]
+        with pytest.raises(ToolError, match="turn 2, token 1: 0 and 5"):
+            demo_session.conclude(settings, parts, self.BUILD)
+        text = capsys.readouterr().out
+        assert "equal" not in text and "preemptions" in text
+
+    def test_conversations_without_pressure_are_called_too_short(
+        self, settings: DemoSettings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        parts = [self.part(outcome(False, preemptions=0)), self.part(outcome(True))]
+        demo_session.conclude(settings, parts, self.BUILD)
+        assert "too short for KV\npressure" in capsys.readouterr().out
+
+    def test_one_server_is_compared_with_none(
+        self, settings: DemoSettings, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        demo_session.conclude(settings, [self.part(outcome(True))], self.BUILD)
+        text = capsys.readouterr().out
+        assert "outputs:" not in text and "preemptions" in text
+
+    def test_counters_are_read_once_all_tokens_are_counted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        late = METRICS.replace('tokens_total{engine="0"} 20', "tokens_total{} 19")
+        answers = iter([late, METRICS])
+        monkeypatch.setattr(demo_session, "endpoint", lambda *args: next(answers))
+        assert demo_session.settled_metrics(None, "", 20) == METRICS
+
+
+def chunk(**fields: object) -> SimpleNamespace:
+    """A piece of an answer as the client gives it."""
+    usage = SimpleNamespace(
+        prompt_tokens=9,
+        completion_tokens=2,
+        prompt_tokens_details=SimpleNamespace(cached_tokens=4),
+    )
+    return SimpleNamespace(**({"choices": [], "usage": usage} | fields))
+
+
+def choice(text: str, token: int, logprob: float | None) -> SimpleNamespace:
+    entries = None
+    if logprob is not None:
+        entries = SimpleNamespace(content=[SimpleNamespace(logprob=logprob)])
+    one = SimpleNamespace(
+        delta=SimpleNamespace(content=text), token_ids=[token], logprobs=entries
+    )
+    return chunk(choices=[one], usage=None)
+
+
+class EndedServer:
+    """One whose end is noticed at once."""
+
+    def check(self, doing: str) -> None:
+        raise ToolError(f"it ended while {doing}", "look")
+
+
+class TestTalk:
+    SAID = (("hi", "and?"), ("2. hi", "and?"))
+
+    def talk(self) -> Talk:
+        return Talk(EndedServer(), "http://127.0.0.1:9", self.SAID, 2)  # type: ignore[arg-type]
+
+    def answer_with(
+        self, monkeypatch: pytest.MonkeyPatch, *chunks: SimpleNamespace
+    ) -> None:
+        def stream(conversation: object) -> Iterator[SimpleNamespace]:
+            return iter(chunks)
+
+        monkeypatch.setattr(talk._Conversation, "_stream", stream)
+
+    def test_all_conversations_are_held_and_the_first_is_shown(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.answer_with(
+            monkeypatch, choice("o", 7, -0.5), choice("k", 8, -0.25), chunk()
+        )
+        turns = self.talk().hold()
+        assert [len(conversation) for conversation in turns] == [2, 2]
+        one = turns[1][1]
+        assert (one.text, one.tokens, one.logprobs) == ("ok", (7, 8), (-0.5, -0.25))
+        assert (one.prompt_tokens, one.cached_tokens) == (9, 4)
+        text = capsys.readouterr().out
+        assert "\nuser>  hi\nmodel> ok\n\nuser>  and?\nmodel> ok\n" in text
+        assert "2. hi" not in text
+
+    @pytest.mark.parametrize(
+        "chunks",
+        [
+            (choice("o", 7, None), choice("k", 8, -0.25), chunk()),
+            (choice("o", 7, -0.5), chunk()),
+            (choice("o", 7, -0.5), choice("k", 8, -0.25)),
+        ],
+    )
+    def test_an_answer_that_lacks_something_is_an_error(
+        self, monkeypatch: pytest.MonkeyPatch, chunks: tuple[SimpleNamespace, ...]
+    ) -> None:
+        """A log-probability, a token, the count."""
+        self.answer_with(monkeypatch, *chunks)
+        with pytest.raises(ToolError, match="it ended while answering"):
+            self.talk().hold()
 
 
 class TestPicture:
