@@ -137,7 +137,9 @@ def _most(samples: Iterable[Sample], names: Iterable[str]) -> int:
     return max((sum(getattr(s, n) for n in names) for s in samples), default=0)
 
 
-def _one_run(run: Run, top: float, seconds: float, pages: float, requests: float):
+def _one_run(
+    run: Run, top: float, seconds: float, pages: float, requests: float
+) -> Iterable[str]:
     upper = _Panel(top + _TITLE, _PAGES_HEIGHT, seconds, pages)
     lower_top = upper.top + _PAGES_HEIGHT + _GAP
     lower = _Panel(lower_top, _REQUESTS_HEIGHT, seconds, requests)

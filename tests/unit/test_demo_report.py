@@ -348,7 +348,8 @@ class TestPicture:
 
     def points(self, name: str, run: int) -> list[tuple[float, float]]:
         text = self.elements("polygon", name)[run]["points"]
-        return [tuple(map(float, pair.split(","))) for pair in text.split()]
+        pairs = (pair.split(",") for pair in text.split())
+        return [(float(x), float(y)) for x, y in pairs]
 
     def test_amounts_are_heights_on_one_scale(self) -> None:
         """60 pages, the next ten above the most, are 150 units high."""
