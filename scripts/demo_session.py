@@ -54,8 +54,8 @@ _SETTLE_S = 10
 # have 107.
 _LONGEST_PARENT = 40
 _NO_PRESSURE = """\
-Nothing was preempted without HiSparse: these conversations are too short for KV
-pressure. Raise --turns or --max-tokens."""
+Nothing was preempted without HiSparse: these conversations are too short to show
+the difference. Raise --turns or --max-tokens."""
 _CLOSING = """\
 The answers are gibberish, and are meant to be: the model is tiny, its
 weights are random, and its tokens are single bytes. The engine around it is

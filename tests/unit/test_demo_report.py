@@ -231,7 +231,7 @@ class TestConclusion:
     ) -> None:
         parts = [self.part(outcome(False, preemptions=0)), self.part(outcome(True))]
         demo_session.conclude(settings, parts, self.BUILD)
-        assert "too short for KV\npressure" in capsys.readouterr().out
+        assert "too short to show\nthe difference" in capsys.readouterr().out
 
     def test_one_server_is_compared_with_none(
         self, settings: DemoSettings, capsys: pytest.CaptureFixture[str]
