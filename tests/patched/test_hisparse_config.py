@@ -296,24 +296,83 @@ class TestConnectors:
         refuse(model, f"2 {NAME} entries", kv=multi(transfer(1), transfer(2)))
 
     def test_others_beside_ours(self, model: str) -> None:
-        kv = multi(transfer(1), OFFLOAD)
-        refuse(model, "OffloadingConnector beside HiSparse", kv=kv)
-
-    def test_another_with_the_pool_in_hisparse_config(self, model: str) -> None:
+        nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        refuse(model, "NixlConnector beside HiSparse", kv=multi(transfer(1), nixl))
         refuse(
             model,
-            "OffloadingConnector beside HiSparse",
-            kv=OFFLOAD,
+            "NixlConnector beside HiSparse",
+            kv=nixl,
             options={"host_pool_gib": 1},
         )
 
-    def test_offloading_size(self, model: str) -> None:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"kv": multi(transfer(2), OFFLOAD)},
+            {"kv": multi(OFFLOAD, transfer(2))},
+            {"kv": multi(OFFLOAD), "options": {"host_pool_gib": 2}},
+            {"kv": OFFLOAD, "options": {"host_pool_gib": 2}},
+            {"options": {"host_pool_gib": 2}, "kv_offloading_size": 1.0},
+        ],
+        ids=["behind", "before", "published", "alone", "flag"],
+    )
+    def test_the_cpu_tier_of_an_offloading_connector_joins_the_pool(
+        self, model: str, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        logger = logging.getLogger("vllm.v1.hisparse.glue.connectors")
+        logger.addHandler(caplog.handler)
+        try:
+            with caplog.at_level(logging.INFO, logger.name):
+                config = make_config(model, **given)
+        finally:
+            logger.removeHandler(caplog.handler)
+        assert settings(config).host_pool_gib == 3
+        assert config.kv_transfer_config.kv_connector == NAME
+        assert config.kv_transfer_config.kv_role == "kv_both"
+        (line,) = {r.getMessage() for r in caplog.records if "join the" in r.message}
+        assert "the 1.00 GiB of OffloadingConnector join" in line
+        assert "2.00 GiB, 3.00 GiB in all" in line
+
+    def test_a_tiering_spec_without_other_tiers_joins_too(self, model: str) -> None:
+        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 2 * GIB}
+        offload = {**OFFLOAD, "kv_connector_extra_config": extra}
+        config = make_config(model, kv=multi(transfer(1), offload))
+        assert settings(config).host_pool_gib == 3
+
+    @pytest.mark.parametrize(
+        "extra, named",
+        [
+            ({"secondary_tiers": [{"type": "fs", "root_dir": "x"}]}, "fs"),
+            ({"spec_name": "MySpec", "spec_module_path": "my"}, "MySpec"),
+        ],
+    )
+    def test_other_tiers_of_an_offloading_connector(
+        self, model: str, extra: dict[str, Any], named: str
+    ) -> None:
+        extra = {"cpu_bytes_to_use": GIB, **extra}
+        offload = {**OFFLOAD, "kv_connector_extra_config": extra}
         refuse(
             model,
-            "OffloadingConnector beside HiSparse",
-            options={"host_pool_gib": 1},
-            kv_offloading_size=1.0,
+            f"OffloadingConnector beside HiSparse is given with {named}; allowed: its",
+            "Remedy: remove the other tiers",
+            kv=multi(transfer(1), offload),
         )
+
+    @pytest.mark.parametrize("size", [None, 0, -1, "1 GiB", True, float("inf")])
+    def test_the_size_of_an_offloading_connector(self, model: str, size: Any) -> None:
+        extra = {"cpu_bytes_to_use": size}
+        offload = {**OFFLOAD, "kv_connector_extra_config": extra}
+        refuse(
+            model,
+            f"cpu_bytes_to_use of OffloadingConnector is {size!r}; allowed:",
+            kv=multi(transfer(1), offload),
+        )
+
+    def test_the_joint_pool_must_fit_in_memory(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(glue, "available_ram_bytes", lambda: 5 * GIB // 2)
+        refuse(model, "3.00 GiB in all", kv=multi(transfer(2), OFFLOAD))
 
     @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
     def test_role(self, model: str, role: str) -> None:
@@ -418,9 +477,11 @@ class TestEngine:
     ) -> None:
         config = make_config(model)
         config.attention_config.hisparse_config = {"host_pool_gib": 1}
-        gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+        gpu = SimpleNamespace(
+            is_cpu=lambda: False, is_cuda=lambda: False, device_name="rocm"
+        )
         monkeypatch.setattr(glue, "current_platform", gpu)
-        with pytest.raises(ValueError, match="the platform is cuda; allowed: cpu"):
+        with pytest.raises(ValueError, match="the platform is rocm; allowed: CUDA"):
             glue.resolve(config)
         assert config.kv_transfer_config is None
 

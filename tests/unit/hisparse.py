@@ -10,6 +10,7 @@ from hisparse_core.residency import (
     Place,
     Residency,
     ResidencyConfig,
+    Start,
 )
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "Place",
     "Residency",
     "ResidencyConfig",
+    "Start",
     "check_integrity",
 ]

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Single behaviours of the residency core; traffic is in `test_residency_model`."""
 
+from random import Random
+
 import pytest
 from hisparse_core.pool import BlockAllocator
 
@@ -11,6 +13,7 @@ from hisparse import (
     Place,
     Residency,
     ResidencyConfig,
+    Start,
     check_integrity,
 )
 
@@ -159,4 +162,173 @@ def test_acknowledgement_of_unknown_or_finished_transfer_is_ignored() -> None:
     assert not core.acknowledge(transfer, [1])
     assert core.acknowledge(transfer, [0])
     assert not core.acknowledge(transfer, [0, 1])
+    check_integrity(core)
+
+
+# --- starts from pages on the host ------------------------------------------------
+
+
+def cached(core: Residency, pages: range, name: str = "a") -> list[int]:
+    """Leave the pages of a finished request behind, clean and on the device."""
+    for transfer in run_pages(core, name, pages, len(pages)):
+        core.acknowledge(transfer, range(core.config.num_ranks))
+    core.release(name, lambda page: True)
+    core.take_update()
+    return list(pages)
+
+
+def fill(core: Residency, blocks: int, name: str = "filler") -> None:
+    """Let another request take blocks, whatever has to go for it."""
+    count = blocks // core.config.frame_blocks
+    core.add_request(name, count)
+    core.append(name, range(1000, 1000 + count))
+    core.take_update()
+
+
+def start(core: Residency, hits: list[int], new: int = 1) -> Start | None:
+    how = core.choose_start(hits, new)
+    if how is not None:
+        core.add_request("b", len(hits) + new)
+        core.adopt("b", hits, how)
+        core.append("b", range(500, 500 + new))
+    check_integrity(core)
+    return how
+
+
+def test_a_start_is_whole_while_there_is_room() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 13))
+    fill(core, 12)
+    assert start(core, hits) is Start.WHOLE
+    update = core.take_update()
+    assert update.requests["b"].lease is None and not update.restores
+
+
+def test_a_start_is_lean_when_the_device_is_short() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 13))
+    fill(core, 42)
+    assert start(core, hits[:11]) is Start.LEAN
+    assert core.num_free == 0
+    update = core.take_update()
+    change = update.requests["b"]
+    assert change.lease is not None and len(change.lease.blocks) == LEASE
+    assert all(entry <= INDEXER_ONLY for entry in change.entries[:11])
+    # All indexers were still there.
+    assert not update.restores
+    # Three pages had their latents; the lease took those of two.
+    assert core.num_device_hits + core.num_host_hits == 11
+    assert core.num_host_hits >= 8
+
+
+def test_a_start_from_few_pages_takes_no_lease() -> None:
+    """What is smaller than a lease is restored instead (D12)."""
+    core = make(61)
+    hits = cached(core, range(1, 13))
+    fill(core, 48)
+    assert start(core, hits[:2]) is Start.WHOLE
+    assert [copy.page_id for copy in core.take_update().restores] == [1, 2]
+
+
+def test_a_lean_start_restores_indexers_only() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 13))
+    fill(core, 60)
+    core.release("filler", lambda page: False)
+    fill(core, 33, "other")
+    assert start(core, hits[:11]) is Start.LEAN
+    restores = core.take_update().restores
+    assert [copy.page_id for copy in restores] == hits[:11]
+    assert all(copy.indexer_block and not copy.latent_blocks for copy in restores)
+    assert (core.num_device_hits, core.num_host_hits) == (0, 11)
+
+
+def test_a_lean_start_needs_a_row_of_hot_state() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 13))
+    fill(core, 42)
+    core._free_rows, rows = [], core._free_rows
+    assert core.choose_start(hits[:11], 1) is None
+    core._free_rows = rows
+    assert core.choose_start(hits[:11], 1) is Start.LEAN
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_start_takes_no_more_than_it_was_said_to_cost(seed: int) -> None:
+    random = Random(seed)
+    core = make(61 + random.randrange(40))
+    hits = cached(core, range(1, random.randrange(4, 14)))
+    cached(core, range(100, 100 + random.randrange(1, 5)), "c")
+    fill(core, random.randrange(3, core.num_free))
+    if random.random() < 0.7:
+        core.release("filler", lambda page: False)
+        fill(core, random.randrange(3, core.num_free), "other")
+    new = random.randrange(3)
+    before, how = core.num_free, core.choose_start(hits, new)
+    if how is None:
+        return
+    cost = core.cost_of_hits(hits, how) + new * core.config.frame_blocks
+    assert cost <= core.num_free
+    before = core.num_free
+    assert start(core, hits, new) is how
+    # A lean request's latents that are still there stay evictable.
+    assert before - core.num_free <= cost
+    if how is Start.WHOLE:
+        assert before - core.num_free == cost
+
+
+def test_idle_blocks_bring_pages_back_newest_loss_first() -> None:
+    core = make(101, restore_budget=3)
+    hits = cached(core, range(1, 13))
+    fill(core, 99)
+    core.release("filler", lambda page: False)
+    fill(core, 72, "other")
+    assert start(core, hits[:11]) is Start.LEAN
+    core.take_update()
+    core.restore_some()
+    assert not core.take_update().restores, "no block lies idle"
+    core.release("other", lambda page: False)
+    free = core.num_free
+    core.restore_some()
+    update = core.take_update()
+    assert [copy.page_id for copy in update.restores] == [11, 10, 9]
+    assert all(c.latent_blocks and not c.indexer_block for c in update.restores)
+    assert sorted(update.requests["b"].changed) == [8, 9, 10]
+    assert all(entry > 0 for entry in update.requests["b"].changed.values())
+    # They may go again at once: nothing was spent.
+    assert core.num_free == free
+    check_integrity(core)
+    for _ in range(10):
+        core.restore_some()
+    assert not core._requests["b"].host_only
+    check_integrity(core)
+
+
+def test_idle_blocks_are_those_beside_a_lease_and_a_frame_for_each_request() -> None:
+    core = make(101)
+    hits = cached(core, range(1, 13))
+    fill(core, 99)
+    core.release("filler", lambda page: False)
+    fill(core, 69, "other")
+    assert start(core, hits[:11]) is Start.LEAN
+    core.restore_some()
+    kept = LEASE + 2 * core.config.frame_blocks
+    assert kept <= len(core._blocks) < kept + STACKS
+    check_integrity(core)
+
+
+def test_a_restore_that_is_lost_in_the_same_step_is_not_done() -> None:
+    """Its blocks may be the target of another one; copies have no order."""
+    core = make(101)
+    hits = cached(core, range(1, 13))
+    fill(core, 99)
+    core.release("filler", lambda page: False)
+    fill(core, 63, "other")
+    assert start(core, hits[:11]) is Start.LEAN
+    core.restore_some()
+    restored = [copy for copy in core._update.restores if copy.latent_blocks]
+    assert restored
+    core._blocks.give_back(core._take(core.num_free))
+    restores = core.take_update().restores
+    assert restores and not any(copy.latent_blocks for copy in restores)
     check_integrity(core)

@@ -135,14 +135,11 @@ class ResidencyMachine(RuleBasedStateMachine):
                 break
             hits.append(by_name[name])
         fresh = length - len(hits)
-        cost = fresh * (1 + STACKS) + self.core.cost_of_hits(hits)
         free_hits = sum(page in self.host.free for page in hits)
         if len(self.host.free) - free_hits < fresh or not self.core.can_admit(length):
             return
-        if not self.core.make_room(cost):
-            return
-        # Making room may have taken frames that were counted as adopted.
-        if self.core.num_free < (fresh * (1 + STACKS) + self.core.cost_of_hits(hits)):
+        start = self.core.choose_start(hits, fresh)
+        if start is None:
             return
         self.counter += 1
         request_id = f"r{self.counter}"
@@ -150,7 +147,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         for page in hits:
             self.host.reference(page)
         self.core.add_request(request_id, length)
-        self.core.adopt(request_id, hits)
+        self.core.adopt(request_id, hits, start)
         self.requests[request_id].pages += hits
         self.requests[request_id].num_full = len(hits)
         self.take_pages(request_id, fresh)
@@ -212,6 +209,21 @@ class ResidencyMachine(RuleBasedStateMachine):
         for page in reversed(request.pages):
             self.host.unreference(page)
 
+    @rule()
+    def restore(self) -> None:
+        before = [
+            (name, request.lease) for name, request in self.core._requests.items()
+        ]
+        free, blocks = self.core.num_free, len(self.core._blocks)
+        self.core.restore_some()
+        # It costs nothing that anybody could want.
+        assert self.core.num_free == free
+        assert len(self.core._blocks) >= min(blocks, LEASE)
+        after = [
+            (name, request.lease) for name, request in self.core._requests.items()
+        ]
+        assert before == after
+
     @precondition(lambda self: self.counter % 4 == 3)
     @rule()
     def reset_cache(self) -> None:
@@ -236,6 +248,9 @@ class ResidencyMachine(RuleBasedStateMachine):
             request.entries += change.entries
             request.lease = change.lease or request.lease
             assert len(request.entries) == len(request.pages)
+        targets = [b for c in update.restores for b in (c.indexer_block, *c.latent_blocks)]
+        targets = [block for block in targets if block != NULL]
+        assert len(targets) == len(set(targets)), "two restores into one block"
         for copy in update.restores:
             content = self.host.pages[copy.page_id].content
             for block in (copy.indexer_block, *copy.latent_blocks):

@@ -75,7 +75,8 @@ def _check_page(residency: Residency, page: Page) -> None:
         assert page.indexer_block, f"page {page.page_id} of a request lost its indexer"
         if owner.lease is None:
             assert whole, f"page {page.page_id} went before the lease came (R2)"
-    assert page.owners or whole or page.latent_blocks or page.indexer_block
+    # Latents go before the indexer, so what is left of a page has the indexer.
+    assert page.indexer_block, f"page {page.page_id} has a frame without an indexer"
     if not page.owners and page.state is PageState.DIRTY:
         assert page.is_queued, f"page {page.page_id} is dirty and nobody's"
 
@@ -92,6 +93,8 @@ def _check_requests(residency: Residency) -> None:
         clean = [p for p in request.pages if p.state is PageState.CLEAN]
         resident = sum(bool(p.latent_blocks) for p in clean)
         assert request.num_convertible == resident, (request_id, resident)
+        absent = {i: p for i, p in enumerate(request.pages) if not p.latent_blocks}
+        assert request.host_only == absent, (request_id, absent)
     assert promised == residency._promised_blocks
     pages = sum(r.num_promised for r in residency._requests.values())
     assert pages == residency._promised_pages

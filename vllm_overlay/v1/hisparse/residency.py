@@ -37,6 +37,13 @@ class Place(Enum):
     HOST = "host"  # the indexers are on the device
 
 
+class Start(Enum):
+    """How a request begins on pages whose latents are on the host only."""
+
+    WHOLE = "whole"  # they are restored
+    LEAN = "lean"  # they stay there; it begins with a hot lease
+
+
 @dataclass(eq=False)
 class Page:
     """A page that has a frame; one without is clean and on the host only.
@@ -83,6 +90,8 @@ class RequestPages:
         num_promised: Pages that admission counted for it.
         num_convertible: Clean pages with latents on the device, were it to hold a
             lease; an estimate where pages are shared.
+        host_only: Its pages without latents on the device, by index, in the order
+            in which they lost them.
         lease: The hot lease, if it holds one.
     """
 
@@ -92,6 +101,7 @@ class RequestPages:
     num_sealed: int = 0
     num_sent: int = 0
     num_convertible: int = 0
+    host_only: dict[int, Page] = field(default_factory=dict)
     lease: HotLease | None = None
 
 
@@ -108,6 +118,7 @@ class ResidencyConfig:
         window_pages: Pages that the steps in flight can write, all together (D14).
         num_ranks: Ranks that acknowledge each write-back.
         write_back_budget: Write-backs issued in one step.
+        restore_budget: Pages restored in one step because there is room.
     """
 
     num_blocks: int
@@ -118,6 +129,7 @@ class ResidencyConfig:
     window_pages: int = 0
     num_ranks: int = 1
     write_back_budget: int = 1 << 30
+    restore_budget: int = 16
 
     @property
     def frame_blocks(self) -> int:
@@ -168,6 +180,8 @@ class Residency:
         self._promised_pages = 0
         self._num_owned = dict.fromkeys(Place, 0)
         self._update = StepUpdate()
+        # Pages found by prefix hits so far, by where their latents were.
+        self.num_device_hits = self.num_host_hits = 0
 
     # --- capacity -------------------------------------------------------------
 
@@ -211,18 +225,49 @@ class Residency:
         whole = (self._promised_pages + num_pages) * config.frame_blocks
         return not self._requests or min(steady, whole) < config.num_blocks
 
-    def cost_of_hits(self, page_ids: Iterable[int]) -> int:
+    def choose_start(self, page_ids: list[int], num_new: int) -> Start | None:
+        """Make room for a request that begins on pages with its prefix (D12, D13).
+
+        It begins whole while there is room beside one lease, for what it reads would
+        be copied in either case. Otherwise it begins lean, if that takes fewer blocks.
+
+        Args:
+            page_ids: Pages that it adopts.
+            num_new: Pages that it allocates besides.
+
+        Returns:
+            How it must begin, or None: it does not fit now.
+        """
+        new = num_new * self.config.frame_blocks
+        whole, lean = (new + self.cost_of_hits(page_ids, start) for start in Start)
+        is_roomy = self.num_free >= whole + self.config.lease_blocks
+        start = Start.WHOLE if is_roomy or whole <= lean else Start.LEAN
+        # Making room takes evictable frames, maybe of these hits: then they cost
+        # more, and one more turn pays for it.
+        for _ in range(2):
+            if start is Start.LEAN and not self._free_rows:
+                return None
+            if not self.make_room(new + self.cost_of_hits(page_ids, start)):
+                return None
+            if self.num_free >= new + self.cost_of_hits(page_ids, start):
+                return start
+        return None
+
+    def cost_of_hits(self, page_ids: Iterable[int], start: Start = Start.WHOLE) -> int:
         """Free blocks that adopting these pages takes, restored parts included."""
-        config, cost = self.config, 0
+        config = self.config
+        is_lean = start is Start.LEAN
+        cost = config.lease_blocks if is_lean else 0
         for page_id in page_ids:
             page = self._pages.get(page_id)
             if page is None:
-                cost += config.frame_blocks
+                cost += 1 if is_lean else config.frame_blocks
                 continue
-            if not page.latent_blocks or page_id in self._evictable_latents:
-                cost += config.num_stacks
             if not page.indexer_block or page_id in self._evictable_indexers:
                 cost += 1
+            # A lean request leaves latents evictable that are still there.
+            if not page.latent_blocks or page_id in self._evictable_latents:
+                cost += 0 if is_lean else config.num_stacks
         return cost
 
     def make_room(self, blocks: int) -> bool:
@@ -293,24 +338,58 @@ class Residency:
             page = self._new_page(page_id, PageState.DIRTY, blocks[0], blocks[1:])
             self._own(request, page)
 
-    def adopt(self, request_id: str, page_ids: list[int]) -> None:
+    def adopt(
+        self, request_id: str, page_ids: list[int], start: Start = Start.WHOLE
+    ) -> None:
         """Give a request pages that hold its prefix already.
 
         Frames that are still there are taken over; missing parts are restored from
-        the host before the step's forward.
+        the host before the step's forward, latents only for a request that begins
+        whole.
+
+        Args:
+            request_id: Without pages so far.
+            page_ids: The pages.
+            start: What `choose_start` has made room for.
         """
         request = self._requests[request_id]
+        is_lean = start is Start.LEAN
         # All hits first: allocating for one must not evict the next.
         hits = [self._pages.get(page_id) for page_id in page_ids]
         for page in hits:
             if page is not None:
-                self._evictable_latents.pop(page.page_id, None)
                 self._evictable_indexers.pop(page.page_id, None)
+                if not is_lean:
+                    self._evictable_latents.pop(page.page_id, None)
+        if is_lean:
+            self._grant_lease(request)
         for page_id, page in zip(page_ids, hits):
             if page is None:
                 page = self._new_page(page_id, PageState.CLEAN, NULL_BLOCK, ())
-            self._restore_missing(page)
+            self.num_device_hits += bool(page.latent_blocks)
+            self.num_host_hits += not page.latent_blocks
+            self._restore_missing(page, latents_too=not is_lean)
             self._own(request, page)
+
+    def restore_some(self) -> None:
+        """Bring latents back while blocks lie idle (D13).
+
+        Only blocks that nobody gave up a page for: a lease, and a frame for each
+        request, stay free. A restored page may be evicted again at once, so this
+        costs bandwidth and nothing else. Requests with the least to restore come
+        first, and of a request the page that went last.
+        """
+        config, budget = self.config, self.config.restore_budget
+        margin = config.lease_blocks + len(self._requests) * config.frame_blocks
+        mixed = (r for r in self._requests.values() if r.host_only)
+        for request in sorted(mixed, key=lambda r: len(r.host_only)):
+            while request.host_only:
+                if not budget or len(self._blocks) < margin + config.num_stacks:
+                    return
+                page = next(reversed(request.host_only.values()))
+                self._restore_missing(page)
+                self._offer(page)
+                budget -= 1
 
     def seal(self, request_id: str, num_pages: int) -> None:
         """Note that no step will write a request's first pages again (R3, R6)."""
@@ -396,11 +475,33 @@ class Residency:
         for _ in range(min(self.config.write_back_budget, len(self._to_write))):
             self._issue(self._to_write.popleft())
         update, self._update = self._update, StepUpdate()
+        update.restores = [
+            copy for r in update.restores if (copy := self._still_wanted(r))
+        ]
         for request_id, change in update.requests.items():
             request = self._requests[request_id]
             change.entries = [page.entry for page in request.pages[change.start :]]
             request.num_sent = len(request.pages)
         return update
+
+    def _still_wanted(self, copy: PageCopy) -> PageCopy | None:
+        """A restore without the parts that were lost again in the same step.
+
+        Their blocks may be the target of another restore, and copies of one step
+        have no order.
+        """
+        page = self._pages.get(copy.page_id)
+        if page is None:
+            return None
+        indexer = copy.indexer_block
+        latents = copy.latent_blocks
+        if indexer != page.indexer_block:
+            indexer = NULL_BLOCK
+        if latents != page.latent_blocks:
+            latents = ()
+        if not indexer and not latents:
+            return None
+        return PageCopy(copy.transfer_id, copy.page_id, indexer, latents)
 
     def _issue(self, page: Page) -> None:
         page.is_queued = False
@@ -452,9 +553,11 @@ class Residency:
         page.owners[request.request_id] = (request, len(request.pages))
         self._count(page, 1)
         request.pages.append(page)
-        if page.state is PageState.CLEAN:
+        if not page.latent_blocks:
+            request.host_only[len(request.pages) - 1] = page
+        elif page.state is PageState.CLEAN:
             request.num_convertible += 1
-            self._offer(page)
+        self._offer(page)
         self._changed(request)
 
     def _changed(self, request: RequestPages) -> RequestUpdate:
@@ -462,19 +565,20 @@ class Residency:
             request.request_id, RequestUpdate(start=request.num_sent)
         )
 
-    def _restore_missing(self, page: Page) -> None:
+    def _restore_missing(self, page: Page, latents_too: bool = True) -> None:
         indexer: tuple[int, ...] = ()
         latents: tuple[int, ...] = ()
         if not page.indexer_block:
             indexer = self._take(1)
             page.indexer_block = indexer[0]
-        if not page.latent_blocks:
+        if not page.latent_blocks and latents_too:
             latents = self._take(self.config.num_stacks)
             self._count(page, -1)
             page.latent_blocks = latents
             self._count(page, 1)
-            for owner, _ in page.owners.values():
+            for owner, index in page.owners.values():
                 owner.num_convertible += 1
+                del owner.host_only[index]
         if indexer or latents:
             assert page.state is PageState.CLEAN, page.page_id
             self._frame_changed(page)
@@ -508,8 +612,9 @@ class Residency:
         self._count(page, -1)
         page.latent_blocks = ()
         self._count(page, 1)
-        for owner, _ in page.owners.values():
+        for owner, index in page.owners.values():
             owner.num_convertible -= 1
+            owner.host_only[index] = page
         self._frame_changed(page)
 
     def _lose_indexer(self, page: Page) -> None:

@@ -7,24 +7,22 @@
 """
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
-from vllm.config.kv_transfer import KVTransferConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ..host_memory import available_ram_bytes
 from ..layout import ROW_ALIGNMENT
 from ..settings import (
-    CONNECTOR_NAME,
     GIB,
     MAX_HOT_ROWS,
     MAX_SELECTED_ROWS,
     HiSparseSettings,
     refusal,
 )
+from .connectors import absorbed_gib, host_pool, keep_ours
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,31 +55,30 @@ def resolve(vllm_config: "VllmConfig") -> None:
     if isinstance(given, HiSparseSettings):
         return
     options = _options(given)
-    pool = _host_pool(options, vllm_config.kv_transfer_config)
+    transfer = vllm_config.kv_transfer_config
+    setting, value = host_pool(options, transfer)
     topk = _topk(vllm_config)
     _check_platform()
     _check_runner(vllm_config)
     _check_parallelism(vllm_config)
     _check_engine(vllm_config)
+    pool_gib, extra_gib = _host_pool_gib(setting, value), absorbed_gib(transfer)
     settings = HiSparseSettings(
-        host_pool_gib=_host_pool_gib(*pool),
+        host_pool_gib=pool_gib + extra_gib,
         device_buffer_size=_device_buffer_size(
             options, topk, vllm_config.cache_config.block_size
         ),
         topk=topk,
     )
     _check_available_ram(
-        settings, pool[0], vllm_config.parallel_config.data_parallel_size_local
+        settings, setting, vllm_config.parallel_config.data_parallel_size_local
     )
     if "eager_host_mirror" in options:
         logger.info(
             "HiSparse: eager_host_mirror has no effect here: every full page is "
             "written to the host at once"
         )
-    if vllm_config.kv_transfer_config is None:
-        vllm_config.kv_transfer_config = KVTransferConfig(
-            kv_connector=CONNECTOR_NAME, kv_role="kv_both"
-        )
+    vllm_config.kv_transfer_config = keep_ours(transfer, pool_gib, extra_gib)
     vllm_config.attention_config.hisparse_config = settings
 
 
@@ -151,69 +148,6 @@ def _options(given: Any) -> dict[str, Any]:
             "correct or remove the key",
         )
     return given
-
-
-def _connectors(
-    transfer: KVTransferConfig | None,
-) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Yield name and extra configuration of every connector."""
-    if transfer is None or transfer.kv_connector is None:
-        return
-    extra = transfer.kv_connector_extra_config
-    if transfer.kv_connector != "MultiConnector":
-        yield transfer.kv_connector, extra
-        return
-    for child in extra.get("connectors", []):
-        yield child.get("kv_connector"), child.get("kv_connector_extra_config") or {}
-
-
-def _host_pool(
-    options: dict[str, Any], transfer: KVTransferConfig | None
-) -> tuple[str, Any]:
-    """Name and value of the setting that gives the host pool."""
-    ours = [extra for name, extra in _connectors(transfer) if name == CONNECTOR_NAME]
-    others = [str(name) for name, _ in _connectors(transfer) if name != CONNECTOR_NAME]
-    if len(ours) > 1:
-        raise refusal(
-            "kv_transfer_config",
-            f"given with {len(ours)} {CONNECTOR_NAME} entries",
-            "one",
-            "keep one, with the sum of the pools as its host_pool_gib",
-        )
-    if others:
-        raise refusal(
-            "kv_transfer_config",
-            f"given with {', '.join(others)} beside HiSparse",
-            f"{CONNECTOR_NAME} alone",
-            f"remove {', '.join(others)}; the host pool of HiSparse holds whole pages "
-            "and serves prefix hits itself",
-        )
-    if transfer is not None and transfer.kv_role != "kv_both":
-        # Blocks of a step in flight are held back for consumers only (R5).
-        raise refusal(
-            "kv_role", repr(transfer.kv_role), "'kv_both'", "set it to 'kv_both'"
-        )
-    here = "hisparse_config.host_pool_gib"
-    there = f"kv_connector_extra_config.host_pool_gib of {CONNECTOR_NAME}"
-    values = {here: options.get("host_pool_gib")}
-    if ours:
-        values[there] = ours[0].get("host_pool_gib")
-    found = {name: value for name, value in values.items() if value is not None}
-    if len(found) == 2 and found[here] != found[there]:
-        raise refusal(
-            here,
-            f"{found[here]!r}, and {there} is {found[there]!r}",
-            "one value",
-            "give it in one place",
-        )
-    if not found:
-        raise refusal(
-            there if ours else here,
-            "missing",
-            "a number of GiB above 0",
-            "set it to the main memory that the host pool may take",
-        )
-    return next(iter(found.items()))
 
 
 # -- refusals ------------------------------------------------------------------------

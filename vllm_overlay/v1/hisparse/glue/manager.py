@@ -8,6 +8,12 @@ request a frame on the device, and answers "does it fit" for both pools.
 
 from collections.abc import Sequence
 
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -15,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..capacity import PoolPlan
-from ..residency import Place, Residency, ResidencyConfig
+from ..residency import Place, Residency, ResidencyConfig, Start
 from .spec import HiSparsePageSpec
 
 # More blocks than any host pool has: vLLM compares it with its free blocks.
@@ -48,6 +54,8 @@ class HiSparseManager(FullAttentionManager):
         )
         self._promised_pages: dict[str, int] = {}
         self._known: set[str] = set()
+        # Of the request whose blocks were counted last; it allocates next.
+        self._start = Start.WHOLE
         # Computed tokens that a multi-module drafter may still write again (R6).
         self.num_reprefillable_tokens = 0
 
@@ -95,24 +103,11 @@ class HiSparseManager(FullAttentionManager):
             return host_pages
         new = max(num_pages - held - len(new_computed_blocks), 0)
         hits = [block.block_id for block in new_computed_blocks]
-        if not self._make_room(new, hits):
+        start = self.residency.choose_start(hits, new) if new or hits else Start.WHOLE
+        if start is None:
             return DOES_NOT_FIT
+        self._start = start
         return host_pages
-
-    def _make_room(self, num_new: int, hits: list[int]) -> bool:
-        residency = self.residency
-        frames = num_new * residency.config.frame_blocks
-        if not frames and not hits:
-            return True
-        # Making room takes evictable frames, maybe of these hits: then they cost
-        # more, and one more turn pays for it.
-        for _ in range(2):
-            cost = frames + residency.cost_of_hits(hits)
-            if not residency.make_room(cost):
-                return False
-            if residency.num_free >= frames + residency.cost_of_hits(hits):
-                return True
-        return False
 
     def add_local_computed_blocks(
         self,
@@ -129,7 +124,7 @@ class HiSparseManager(FullAttentionManager):
         )
         self._add_request(request_id, len(new_computed_blocks))
         hits = [block.block_id for block in new_computed_blocks]
-        self.residency.adopt(request_id, hits)
+        self.residency.adopt(request_id, hits, self._start)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -156,6 +151,11 @@ class HiSparseManager(FullAttentionManager):
             self._known.add(request_id)
             promised = self._promised_pages.pop(request_id, 0)
             self.residency.add_request(request_id, max(promised, num_pages))
+
+    def new_step_starts(self) -> None:
+        """Use what lies idle before anybody asks for more."""
+        super().new_step_starts()
+        self.residency.restore_some()
 
     # --- sealing and release ----------------------------------------------------
 
@@ -203,6 +203,12 @@ class HiSparseManager(FullAttentionManager):
             "pages_both": self.residency.num_owned(Place.BOTH),
             "pages_host": self.residency.num_owned(Place.HOST),
         }
+
+    def name_medium(self, events: list[KVCacheEvent]) -> None:
+        """Say in the pool's events that its pages are in main memory."""
+        for event in events:
+            if isinstance(event, (BlockStored, BlockRemoved)):
+                event.medium = MEDIUM_CPU
 
     def forget_cached(self) -> None:
         """Drop device copies of cached prefixes, before the cache is reset."""
