@@ -48,11 +48,50 @@ class Generation:
         return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
 
 
+@dataclass(frozen=True)
+class Step:
+    """What the scheduler decided for one step that computes something.
+
+    Attributes:
+        running: Requests that run.
+        held_back: Requests that wait although more tokens could have been scheduled:
+            there is no memory for them.
+        preempted: Requests that lost their place in it.
+    """
+
+    running: int
+    held_back: int
+    preempted: int
+
+
 class Engine:
-    """One `vllm.LLM`, with what tests ask of it."""
+    """One `vllm.LLM`, with what tests ask of it.
+
+    Attributes:
+        llm: The `vllm.LLM`.
+        steps: What its scheduler decided since the last `generate` began.
+    """
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self.steps: list[Step] = []
+        scheduler = self.core.scheduler
+        schedule = scheduler.schedule
+
+        def schedule_and_record(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            if num_tokens := output.total_num_scheduled_tokens:
+                has_room = num_tokens < scheduler.max_num_scheduled_tokens
+                self.steps.append(
+                    Step(
+                        running=len(scheduler.running),
+                        held_back=len(scheduler.waiting) if has_room else 0,
+                        preempted=len(output.preempted_req_ids or ()),
+                    )
+                )
+            return output
+
+        scheduler.schedule = schedule_and_record
 
     @property
     def core(self) -> Any:
@@ -145,6 +184,7 @@ class Engine:
         """
         from vllm import SamplingParams
 
+        self.steps.clear()
         if forget:
             assert self.llm.reset_prefix_cache()
         if prompts and not isinstance(prompts[0], str):
@@ -178,8 +218,17 @@ class Engine:
         """Generate for each prompt by itself, from an empty cache."""
         return [self.generate([prompt], max_tokens)[0] for prompt in prompts]
 
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions since the last `generate` began."""
+        return sum(step.preempted for step in self.steps)
+
     def counter(self, name: str) -> int:
-        """Current value of a Prometheus counter, summed over its labels."""
+        """Current value of a Prometheus counter, summed over its labels.
+
+        vLLM keeps the metrics of one engine for a process: those of older engines
+        stand still.
+        """
         return sum(m.value for m in self.llm.get_metrics() if m.name == name)
 
 

@@ -13,13 +13,13 @@ import pytest
 from engines import Engine, Engines, Generation
 
 NEW_TOKENS = 48
-_TEXT = (
+TEXT = (
     "Cold pages live in host memory; what the indexer picks is fetched row by row. "
     "The same tokens, the same numbers, to the last bit: 0123456789 abcdefghij. "
 )
 # Neither multiples of a page nor of each other, one below the top-k.
 LENGTHS = (163, 20, 151, 147, 158, 139)
-PROMPTS = [(_TEXT * 2)[start : start + n] for start, n in enumerate(LENGTHS)]
+PROMPTS = [(TEXT * 2)[start : start + n] for start, n in enumerate(LENGTHS)]
 
 CONNECTOR = {
     "kv_transfer_config": {
@@ -105,9 +105,8 @@ def test_the_budget_is_too_small_without_hisparse(
     engines: Engines, name: str, expected
 ) -> None:
     engine = engines.get(**small_budget(name, 16))
-    before = engine.counter("vllm:num_preemptions")
-    assert engine.generate(PROMPTS, NEW_TOKENS) is not None
-    assert engine.counter("vllm:num_preemptions") - before >= 2
+    engine.generate(PROMPTS, NEW_TOKENS)
+    assert engine.num_preemptions >= 2
 
 
 WITHIN_MULTI_CONNECTOR: dict[str, object] = {
@@ -138,10 +137,9 @@ CASES = {
 def test_pressure_changes_no_bit(engines: Engines, name: str, expected) -> None:
     case = CASES[name]
     engine = with_hisparse(engines, case)
-    before = engine.counter("vllm:num_preemptions")
     misses = engine.hot_misses
     actual = engine.generate(PROMPTS, NEW_TOKENS)
-    assert engine.counter("vllm:num_preemptions") == before
+    assert engine.num_preemptions == 0
     assert engine.hot_misses > misses, "no page went to the host: no pressure"
     for got, want in zip(actual, expected(case.format), strict=True):
         assert got.tokens == want.tokens
