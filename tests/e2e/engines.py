@@ -300,3 +300,9 @@ class Engines:
                 llm = LLM(str(self.model(**model or {})), **{**DEFAULTS, **options})
             self._engines[key] = Engine(llm)
         return self._engines[key]
+
+    def shutdown(self) -> None:
+        """End the engines, with the workers of those that have some."""
+        for engine in self._engines.values():
+            engine.core.shutdown()
+        self._engines.clear()

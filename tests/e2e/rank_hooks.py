@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""What tests ask of the ranks of a tensor-parallel engine; imported by its workers."""
+
+from typing import Any
+
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+# gloo sleeps where the communicator over shared memory spins: a rank that spins takes
+# the core from the one it waits for wherever cores are few. Both add the same numbers.
+CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+class RankHooks:
+    """Methods that `worker_extension_cls` adds to each rank's worker."""
+
+    model_runner: Any
+
+    @property
+    def _hisparse(self) -> Any:
+        return self.model_runner.kv_connector.kv_connector.worker
+
+    def hisparse_delay(self, steps_by_rank: tuple[int, ...]) -> None:
+        """Let each rank's write-backs complete late by its own number of steps."""
+        self._hisparse.copier.delay_steps = steps_by_rank[self._hisparse.rank]
+
+    def hisparse_misses(self) -> int:
+        """Rows that this rank fetched from its host pool so far."""
+        return sum(int(unit.counters[1]) for unit in self._hisparse.units)
+
+    def hisparse_host_bytes(self) -> int:
+        """Bytes of this rank's host pool."""
+        return self._hisparse.host.buffer.numel()
