@@ -2,193 +2,230 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """CPU time of the scheduler per decode step, with HiSparse and without.
 
-    python bench/scheduler_cost.py [--requests 64] [--tokens 138000] [--steps 200]
+    python bench/scheduler_cost.py [--requests 64 256] [--tokens 34500 138000]
+        [--rounds 15] [--unpatched PYTHONPATH] [--quick]
 
 vLLM's own scheduler, cache manager and connector run without a model, at the block
-counts of GLM-5.3 on one H200: one step is `schedule` and `update_from_output` for
-requests that all decode. Both variants run in one process, one after the other; the
-pools are large enough that nothing changes hands in the measured steps but the pages
-that requests fill.
+counts of GLM-5.3: a step is `schedule` and `update_from_output` for requests that all
+decode. Three variants, each in a process of its own:
+
+- off: HiSparse not configured, or the unpatched release where `--unpatched` names the
+  folder it is installed in;
+- resident: HiSparse on, the device holds all pages;
+- mixed: HiSparse on, the device holds a quarter of them; requests hold hot leases.
+
+Shared machines are noisy, so the variants take turns: a round is 64 steps of each, one
+after the other, in alternating order, and fills one page of every request. CPU time of
+the thread is measured, not wall time. Each round gives a median over its quiet steps
+(no page is filled) and a mean over all; a ratio compares the two variants within a
+round. Printed are the medians over all rounds, and the quartiles of the ratio.
+
+The bookkeeping is every object that the residency core reaches; it is proportional to
+the blocks of the device pool, of which these contexts take far more than a GPU has.
 """
 
 import argparse
 import json
-import resource
+import os
+import platform
 import statistics
-import tempfile
-import time
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
-    get_request_block_hasher,
-    init_none_hash,
-)
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.hisparse.glue import config as hisparse_config
-from vllm.v1.hisparse.glue import planning  # noqa: F401
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
-
-from tiny_glm.sizes import TinyGlmSizes, model_config
-
-BLOCK_SIZE = 64
-NUM_LATENTS = 79
-LEADERS = [0, 1, 2, *range(6, 78, 4), 78]
-GIB = 1 << 30
+WORLD = Path(__file__).with_name("scheduler_world.py")
+VARIANTS = ("off", "resident", "mixed")
+STEPS = 64  # of a round: one page of every request
 
 
-def specs() -> dict[str, MLAAttentionSpec]:
-    """Cache specs of GLM-5.3 with its MTP layer, fp8_ds_mla rows."""
-    found: dict[str, MLAAttentionSpec] = {}
-    for layer in range(NUM_LATENTS):
-        prefix = f"model.layers.{layer}.self_attn"
-        common: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1}
-        if layer in LEADERS:
-            found[f"{prefix}.indexer.k_cache"] = MLAAttentionSpec(
-                **common, head_size=132, dtype=torch.uint8
-            )
-        found[f"{prefix}.attn"] = MLAAttentionSpec(
-            **common,
-            head_size=576,
-            dtype=torch.uint8,
-            cache_dtype_str="fp8_ds_mla",
-            state_content_bytes=656,
-        )
-    return found
+@dataclass
+class Variant:
+    """A scheduler in a process, and what its rounds took.
+
+    Attributes:
+        name: One of VARIANTS.
+        process: Runs `scheduler_world.py`.
+        about: What it said of itself.
+        quiet: By round, median seconds of the steps in which no page was filled.
+        mean: By round, mean seconds of all steps.
+    """
+
+    name: str
+    process: subprocess.Popen
+    about: dict[str, Any] = field(default_factory=dict)
+    quiet: list[float] = field(default_factory=list)
+    mean: list[float] = field(default_factory=list)
+
+    def read(self) -> Any:
+        """The next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"error: the process of {self.name!r} ended; see above")
+        return json.loads(line)
+
+    def run_round(self, keep: bool) -> None:
+        """Run one round; a first one only warms up."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{STEPS}\n")
+        self.process.stdin.flush()
+        steps = self.read()
+        if keep:
+            times = [seconds for seconds, is_quiet in steps if is_quiet]
+            self.quiet.append(statistics.median(times))
+            self.mean.append(statistics.mean(seconds for seconds, _ in steps))
 
 
-def make_scheduler(folder: Path, args: argparse.Namespace, on: bool) -> Scheduler:
-    """A scheduler whose pools hold all requests."""
-    tokens = args.tokens + args.steps + 1_000
-    config = {**model_config(TinyGlmSizes()), "max_position_embeddings": 1 << 20}
-    config["index_topk"] = 2048
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    pages = args.requests * (tokens // BLOCK_SIZE + 2)
-    page_bytes = BLOCK_SIZE * (NUM_LATENTS * 656 + len(LEADERS) * 132)
-    extra: dict[str, Any] = {}
-    if on:
-        hisparse_config.available_ram_bytes = lambda: 1 << 60
-        extra["kv_transfer_config"] = {
-            "kv_connector": "HiSparseConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "host_pool_gib": 2 * pages * page_bytes / GIB
-            },
-        }
-    vllm_config = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        max_model_len=tokens,
-        max_num_batched_tokens=args.tokens + 1_000,
-        max_num_seqs=args.requests,
-        block_size=BLOCK_SIZE,
-        kv_cache_dtype="fp8_ds_mla",
-        **extra,
-    ).create_engine_config()
-    vllm_config.cache_config.kv_cache_layout = "LBNHC"
-    memory = int(1.5 * pages * page_bytes)
-    (worker_config,) = get_kv_cache_configs(vllm_config, [specs()], [memory])
-    vllm_config.cache_config.num_gpu_blocks = worker_config.num_blocks
-    return Scheduler(
-        vllm_config=vllm_config,
-        kv_cache_config=generate_scheduler_kv_cache_config([worker_config]),
-        block_size=BLOCK_SIZE,
-        hash_block_size=BLOCK_SIZE,
-        log_stats=True,
-        structured_output_manager=StructuredOutputManager(vllm_config),
+def start(name: str, requests: int, tokens: int, args: argparse.Namespace) -> Variant:
+    """Start a variant; it fills its requests before it answers."""
+    env = {
+        **os.environ,
+        "PYTHONHASHSEED": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+    if name == "off" and args.unpatched:
+        env["PYTHONPATH"] = str(args.unpatched)
+    sizes = [str(n) for n in (requests, tokens, (args.rounds + 1) * STEPS)]
+    return Variant(
+        name,
+        subprocess.Popen(
+            [sys.executable, str(WORLD), name, *sizes],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        ),
     )
 
 
-def step(scheduler: Scheduler) -> float:
-    """One step; returns its CPU seconds without the stand-in for the worker."""
-    start = time.process_time()
-    output = scheduler.schedule()
-    scheduled = time.process_time()
-    ids = list(output.num_scheduled_tokens)
-    result = ModelRunnerOutput(
-        req_ids=ids,
-        req_id_to_index={request: i for i, request in enumerate(ids)},
-        sampled_token_ids=[
-            [7] if _is_computed(scheduler.requests[request]) else [] for request in ids
-        ],
-        logprobs=None,
-        prompt_logprobs_dict={},
-        pooler_output=[],
-    )
-    _acknowledge(output, result)
-    resumed = time.process_time()
-    scheduler.update_from_output(output, result)
-    return time.process_time() - resumed + scheduled - start
+def measure(requests: int, tokens: int, args: argparse.Namespace) -> list[Variant]:
+    """Run all variants of one shape, taking turns."""
+    variants = []
+    try:
+        for name in VARIANTS:
+            variants.append(start(name, requests, tokens, args))
+        for variant in variants:
+            variant.about = variant.read()
+        for number in range(args.rounds + 1):
+            for variant in variants if number % 2 else reversed(variants):
+                variant.run_round(keep=number > 0)
+    finally:
+        for variant in variants:
+            variant.process.kill()
+            variant.process.wait()
+    return variants
 
 
-def _is_computed(request: Request) -> bool:
-    return request.num_computed_tokens >= request.num_tokens
+def ratio(times: list[float], base: list[float]) -> tuple[float, str]:
+    """Median of the ratios by round, and the median with its quartiles as text."""
+    ratios = [a / b for a, b in zip(times, base, strict=True)]
+    middle = statistics.median(ratios)
+    if len(ratios) < 2:
+        return middle, f"{middle:.2f}"
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return middle, f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
 
-def _acknowledge(output, result: ModelRunnerOutput) -> None:
-    """Complete this step's write-backs, as a worker would some steps later."""
-    if (metadata := output.kv_connector_metadata) is None:
-        return
-    from vllm.v1.hisparse.glue.connector import HiSparseAcks
-    from vllm.v1.outputs import KVConnectorOutput
-
-    done = {copy.transfer_id: {0} for copy in metadata.update.write_backs}
-    result.kv_connector_output = KVConnectorOutput(
-        kv_connector_worker_meta=HiSparseAcks(done)
-    )
-
-
-def measure(args: argparse.Namespace, on: bool) -> None:
-    """Prefill all requests, then time decode steps; print one row."""
-    with tempfile.TemporaryDirectory() as folder:
-        scheduler = make_scheduler(Path(folder), args, on)
-        init_none_hash(sha256)
-        hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for number in range(args.requests):
-            params = SamplingParams(max_tokens=args.steps + 500, ignore_eos=True)
-            tokens = [number] * args.tokens
-            scheduler.add_request(
-                Request(f"r{number}", tokens, params, None, block_hasher=hasher)
-            )
-        while any(r.num_output_tokens < 2 for r in scheduler.requests.values()):
-            step(scheduler)
-        times = [step(scheduler) for _ in range(args.steps)]
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        assert len(scheduler.running) == args.requests
-    name = "HiSparse" if on else "off"
-    times.sort()
+def print_machine(args: argparse.Namespace) -> None:
+    """What it was measured on."""
+    cpu = "unknown CPU"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [i for i in info.read_text().splitlines() if i.startswith("model name")]
+        cpu = lines[0].split(":")[1].strip() if lines else cpu
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     print(
-        f"| {name} | {args.requests} | {args.tokens:,} | "
-        f"{1e3 * statistics.median(times):.2f} | {1e3 * statistics.mean(times):.2f} | "
-        f"{grown / 1024:.0f} |",
-        flush=True,
+        f"{now}; {cpu}, {os.cpu_count()} cores, load average "
+        f"{os.getloadavg()[0]:.1f}; Python {platform.python_version()}; "
+        f"{args.rounds} rounds of {STEPS} steps, variants taking turns"
     )
+
+
+def print_rows(variants: list[Variant], requests: int, tokens: int) -> None:
+    """One row for each variant of a shape."""
+    off = variants[0]
+    for variant in variants:
+        about = variant.about
+        quiet = [f"{1e6 * statistics.median(variant.quiet):.0f}", "1"]
+        every = [f"{1e6 * statistics.median(variant.mean):.0f}", "1"]
+        if variant is not off:
+            quiet[1] = ratio(variant.quiet, off.quiet)[1]
+            every[1] = ratio(variant.mean, off.mean)[1]
+        cells = [variant.name, requests, f"{tokens:,}"]
+        cells += [f"{about['device_blocks']:,}", about["mixed"], *quiet, *every]
+        cells += [
+            f"{about[name] / (1 << 20):,.0f}"
+            for name in ("bookkeeping_bytes", "peak_rss_bytes")
+        ]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def print_growth(by_shape: dict[tuple[int, int], list[Variant]]) -> None:
+    """How a quiet step changes from the shortest to the longest context."""
+    lengths = sorted({tokens for _, tokens in by_shape})
+    if len(lengths) < 2:
+        return
+    print()
+    for requests in sorted({requests for requests, _ in by_shape}):
+        short, long = by_shape[requests, lengths[0]], by_shape[requests, lengths[-1]]
+        changes = [
+            f"{b.name} {statistics.median(b.quiet) / statistics.median(a.quiet):.2f}x"
+            for a, b in zip(short, long, strict=True)
+        ]
+        print(
+            f"{requests} requests, a quiet step at {lengths[-1]:,} tokens against "
+            f"{lengths[0]:,}: {', '.join(changes)}"
+        )
 
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=138_000)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--variant", choices=["off", "on", "both"], default="both")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[34_500, 138_000])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--unpatched",
+        metavar="PYTHONPATH",
+        help="folder with the unpatched release, of which 'off' is measured",
+    )
+    parser.add_argument("--quick", action="store_true", help="show that it runs")
     args = parser.parse_args()
-    print("| variant | requests | tokens | median ms | mean ms | resident MiB |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for variant in ("off", "on"):
-        if args.variant in (variant, "both"):
-            measure(args, variant == "on")
+    if args.quick:
+        args.requests, args.tokens, args.rounds = [16], [34_500], 1
+    print_machine(args)
+    by_shape: dict[tuple[int, int], list[Variant]] = {}
+    for requests in args.requests:
+        for tokens in args.tokens:
+            variants = measure(requests, tokens, args)
+            if not by_shape:
+                print_versions(variants)
+            by_shape[requests, tokens] = variants
+            print_rows(variants, requests, tokens)
+    print_growth(by_shape)
+
+
+def print_versions(variants: list[Variant]) -> None:
+    """What is compared with what, and the head of the table."""
+    for variant in variants[:2]:
+        about = variant.about
+        kind = "patched" if about["is_patched"] else "unpatched release"
+        state = "not configured" if variant.name == "off" else "on"
+        print(
+            f"{'off' if variant.name == 'off' else 'others'}: vLLM {about['version']}, "
+            f"{kind}" + (f", HiSparse {state}" if about["is_patched"] else "")
+        )
+    print()
+    heads = ["variant", "requests", "tokens", "device blocks", "mixed"]
+    heads += ["quiet µs", "ratio (quartiles)", "all steps µs", "ratio (quartiles)"]
+    heads += ["bookkeeping MiB", "peak RSS MiB"]
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
 
 
 if __name__ == "__main__":

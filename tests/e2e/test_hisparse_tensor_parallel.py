@@ -9,7 +9,6 @@ adds the whole.
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,7 +140,8 @@ def test_a_page_is_clean_when_both_ranks_acknowledged(late: Run) -> None:
 
 def test_each_rank_has_its_share_of_the_host_pool(on: Engine) -> None:
     first, second = on.llm.collective_rpc("hisparse_host_bytes")
-    wanted = CONNECTOR["kv_transfer_config"]["kv_connector_extra_config"]
-    share = int(wanted["host_pool_gib"] * (1 << 30)) // 2
+    transfer: dict[str, Any] = CONNECTOR["kv_transfer_config"]
+    pool_gib = transfer["kv_connector_extra_config"]["host_pool_gib"]
+    share = int(pool_gib * (1 << 30)) // 2
     page_bytes = on.core.scheduler.kv_cache_config.plan.device.host_page_bytes
     assert first == second and share - page_bytes < first <= share

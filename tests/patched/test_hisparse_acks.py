@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Acknowledgements of several ranks reach the scheduler in vLLM's aggregated output."""
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.hisparse.glue.connector import HiSparseAcks
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+
+def output(acks: dict[int, set[int]] | None) -> ModelRunnerOutput:
+    """What one rank returns for a step; None where no copy of it completed."""
+    meta = None if acks is None else HiSparseAcks(acks)
+    return ModelRunnerOutput(
+        req_ids=[],
+        req_id_to_index={},
+        kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=meta),
+    )
+
+
+def aggregated(*acks: dict[int, set[int]] | None) -> dict[int, set[int]]:
+    aggregator = KVOutputAggregator(expected_finished_count=len(acks))
+    result = aggregator.aggregate([output(rank) for rank in acks])
+    assert result is not None and result.kv_connector_output is not None
+    meta = result.kv_connector_output.kv_connector_worker_meta
+    assert isinstance(meta, HiSparseAcks)
+    return meta.ranks
+
+
+def test_ranks_that_completed_in_one_step_are_united() -> None:
+    """Copies 1 and 3 lack a rank, copy 2 has both."""
+    ranks = aggregated({1: {0}, 2: {0}}, {2: {1}, 3: {1}})
+    assert ranks == {1: {0}, 2: {0, 1}, 3: {1}}
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_without_completions_hides_no_other(late: int) -> None:
+    acks: list[dict[int, set[int]] | None] = [{5: {0}}, {5: {1}}]
+    acks[late] = None
+    assert aggregated(*acks) == {5: {1 - late}}
