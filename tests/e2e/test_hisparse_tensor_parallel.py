@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engines import Engine, Engines, Generation
-from test_hisparse_exactness import CONNECTOR, PROMPTS, TOKEN_BYTES
+from test_hisparse_exactness import CONNECTOR, MTP, PROMPTS, TOKEN_BYTES
 
 # The prompts fill 41 pages of 16 tokens, more than the device holds.
 LONG_PROMPTS = [prompt for prompt in PROMPTS if len(prompt) > 140][:4]
@@ -64,15 +64,26 @@ class Run:
 def rank_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Engines whose workers are forked from a process that has imported vLLM."""
     pytest.importorskip("vllm", reason="needs the patched vLLM")
+    import zmq
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
 
+    def queue_context() -> zmq.Context:
+        queue_contexts.append(zmq.Context())
+        return queue_contexts[-1]
+
+    queue_contexts: list[zmq.Context] = []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(WORKER_MODULES))
     engines = Engines(tmp_path_factory.mktemp("two-ranks"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
+        patch.setattr(shm_broadcast, "Context", queue_context)
         yield engines
         engines.shutdown()
+        # A message that no worker took would keep this process from ending.
+        for queue in queue_contexts:
+            queue.destroy(linger=0)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +138,17 @@ def test_pressure_changes_no_bit(on: Engine, expected: list[Generation]) -> None
 
 def test_a_late_rank_changes_no_bit(late: Run, expected: list[Generation]) -> None:
     assert_exact(late, expected)
+
+
+def test_a_late_rank_changes_no_bit_with_drafts_in_flight(
+    rank_engines: Engines, expected: list[Generation]
+) -> None:
+    engine = rank_engines.get(
+        **{**SMALL_BUDGET, "max_num_batched_tokens": 48},
+        speculative_config=MTP,
+        async_scheduling=True,
+    )
+    assert_exact(run(engine, (0, LATE_STEPS)), expected)
 
 
 def test_a_page_is_clean_when_both_ranks_acknowledged(late: Run) -> None:
