@@ -301,8 +301,11 @@ class Engines:
             self._engines[key] = Engine(llm)
         return self._engines[key]
 
-    def shutdown(self) -> None:
-        """End the engines, with the workers of those that have some."""
+    def end_workers(self) -> None:
+        """End the worker processes of engines that have some.
+
+        `EngineCore.shutdown` would take the groups of in-process engines with it.
+        """
         for engine in self._engines.values():
-            engine.core.shutdown()
+            engine.core.model_executor.shutdown()
         self._engines.clear()

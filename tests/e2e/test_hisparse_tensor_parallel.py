@@ -80,7 +80,7 @@ def rank_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
         patch.setattr(shm_broadcast, "Context", queue_context)
         yield engines
-        engines.shutdown()
+        engines.end_workers()
         # A message that no worker took would keep this process from ending.
         for queue in queue_contexts:
             queue.destroy(linger=0)
