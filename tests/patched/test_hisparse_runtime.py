@@ -120,6 +120,24 @@ def test_counters_are_taken_once() -> None:
     assert reader.take()[0] == [[0] * 5, [1, 0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_count_selected_rows_once_and_bytes_each(rank: int) -> None:
+    from vllm.v1.hisparse.glue.worker import HiSparseWorker
+
+    world, copier = copier_of(CpuCopies())
+    worker = object.__new__(HiSparseWorker)
+    worker.plan, worker.rank, worker.units = world.plan, rank, world.units
+    worker.copier, worker._counters = copier, CounterReader(world.buffers)
+    world.buffers.counters[0, 0] = torch.tensor([5, 3, 2, 0, 1])
+    counted = worker.take_counters()
+    names = ("cache_hits", "cache_misses", "overflow_rows")
+    want = [5, 3, 2] if rank == 0 else [0, 0, 0]
+    assert [counted[name] for name in names] == want
+    unit = world.plan.device.units[0]
+    row_bytes = world.plan.device.row_bytes
+    assert counted["host_to_device_bytes"] == 3 * len(unit.latents) * row_bytes
+
+
 # --- host pool --------------------------------------------------------------------
 
 

@@ -98,14 +98,19 @@ class HiSparseWorker:
         return {transfer_id: {self.rank} for transfer_id in self.copier.poll()}
 
     def take_counters(self) -> dict[str, int]:
-        """Increments of `metrics.COUNTERS` since the last call."""
+        """Increments of `metrics.COUNTERS` since the last call.
+
+        vLLM adds up what the ranks report. All of them select the same rows, so one
+        of them counts those; each counts its own bytes.
+        """
         totals = dict.fromkeys(COUNTERS, 0)
         by_unit, faults = self._counters.take()
         check_faults(faults)
+        is_first = self.rank == 0
         for unit, counters in zip(self.units, by_unit, strict=True):
-            totals["cache_hits"] += counters[COUNTER_HITS]
-            totals["cache_misses"] += counters[COUNTER_MISSES]
-            totals["overflow_rows"] += counters[COUNTER_OVERFLOW]
+            totals["cache_hits"] += counters[COUNTER_HITS] * is_first
+            totals["cache_misses"] += counters[COUNTER_MISSES] * is_first
+            totals["overflow_rows"] += counters[COUNTER_OVERFLOW] * is_first
             rows = counters[COUNTER_MISSES] * len(unit.unit.latents)
             totals["host_to_device_bytes"] += rows * self.plan.device.row_bytes
         restored, written = self.copier.take_bytes()
