@@ -180,7 +180,7 @@ def test_a_prompt_goes_on_over_pages_that_went_to_the_host(
     """It comes in small chunks, and loses its pages after each of them."""
     from vllm.v1.hisparse.runtime import parts
 
-    prompts = [(_TEXT * 2)[5:235], (_TEXT * 2)[70:240]]
+    prompts = [(TEXT * 2)[5:235], (TEXT * 2)[70:240]]
     engine = with_hisparse(engines, CASES["chunks-of-24"])
     brought: dict[str, int] = dict.fromkeys(("StagedPart", "HotPart"), 0)
     for kind in brought:

@@ -85,9 +85,7 @@ def test_a_preempted_request_resumes_from_its_pages(
             scheduler._preempt_request(request, 0.0)
             evict_all(engine.residency)
 
-    (got,) = engine.generate(
-        [prompt], 12, forget=False, each_step=preempt_sometimes
-    )
+    (got,) = engine.generate([prompt], 12, forget=False, each_step=preempt_sometimes)
     assert len(computed) == 2 and 128 < computed[0] < len(prompt) < computed[1]
     total = sum(sum(step.values()) for step in steps)
     # What is not sealed yet is lost, and the last token of a full hit.
@@ -151,10 +149,7 @@ def test_prompt_logprobs_read_no_cache_and_are_equal(
         (output,) = each.llm.generate([PROMPTS[0]], params, use_tqdm=False)
         assert output.num_cached_tokens == 0
         found.append(
-            [
-                next(iter(entry.values())).logprob
-                for entry in output.prompt_logprobs[1:]
-            ]
+            [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
         )
     assert found[0] == found[1]
 

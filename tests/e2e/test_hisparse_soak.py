@@ -67,9 +67,7 @@ class Soak:
         )
         name = f"soak-{self.num_added}"
         self.num_added += 1
-        self.core.add_request(
-            name, {"prompt_token_ids": self.prompts[kind]}, params
-        )
+        self.core.add_request(name, {"prompt_token_ids": self.prompts[kind]}, params)
         self.kinds[name] = kind
 
     def abort(self) -> None:

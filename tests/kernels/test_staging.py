@@ -188,6 +188,8 @@ def test_only_the_listed_pages_are_copied(programs, tile, races):
     chunk.copy(0, programs=programs, tile=tile)
     assert torch.equal(world.slab, want)
     changed = (want != before).any(1).nonzero().flatten()
-    leased = torch.cat([world.hot.hot_blocks.flatten(), world.hot.overflow_blocks[:, 0]])
+    leased = torch.cat(
+        [world.hot.hot_blocks.flatten(), world.hot.overflow_blocks[:, 0]]
+    )
     assert len(changed) == chunk.count.clamp(max=5).sum()
     assert torch.isin(changed, leased).all()

@@ -14,12 +14,13 @@ import torch
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
-from runtime_world import RuntimeWorld  # noqa: E402
 from vllm.v1.attention.backends.mla.sparse_utils import (  # noqa: E402
     flat_kv_row_view,
 )
 from vllm.v1.hisparse.glue import backends  # noqa: E402
 from vllm.v1.hisparse.glue.worker import HiSparseLayer  # noqa: E402
+
+from runtime_world import RuntimeWorld  # noqa: E402
 
 HEADS = 2
 LEADER, FOLLOWER = 0, 3
@@ -134,8 +135,7 @@ def flashmla(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "flash_mla_with_kvcache", fp8_kernel)
     fresh = iter(range(10**6))
     monkeypatch.setattr(backends, "get_mla_metadata", lambda: (next(fresh), None))
-    make.plans = plans
-    return make
+    return SimpleNamespace(make=make, plans=plans)
 
 
 @pytest.mark.parametrize("counts", [DECODE, PREFILL], ids=["decode", "prefill"])
@@ -144,11 +144,11 @@ def flashmla(monkeypatch: pytest.MonkeyPatch):
 def test_flashmla_reads_the_selected_rows(
     flashmla, kv_cache_dtype, layer, counts
 ) -> None:
-    flashmla(kv_cache_dtype, layer)(counts, lambda q: q)
+    flashmla.make(kv_cache_dtype, layer)(counts, lambda q: q)
 
 
 def test_flashmla_plans_anew_for_a_part_of_the_tokens(flashmla) -> None:
-    run = flashmla("fp8_ds_mla")
+    run = flashmla.make("fp8_ds_mla")
     run(DECODE, lambda q: q)
     assert flashmla.plans == [("step", 3)]
     run(PREFILL, lambda q: q)
@@ -167,7 +167,8 @@ def test_flashinfer_reads_the_selected_rows(monkeypatch, counts) -> None:
         return summed(query.squeeze(1), by_flat_rows(flat, rows))
 
     library = ModuleType("flashinfer.decode")
-    library.trtllm_batch_decode_with_kv_cache_mla = kernel
+    name = "trtllm_batch_decode_with_kv_cache_mla"
+    monkeypatch.setattr(library, name, kernel, raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.decode", library)
     world = world_of(1152)
@@ -184,7 +185,7 @@ def test_flashinfer_reads_the_selected_rows(monkeypatch, counts) -> None:
 def test_flash_attention_reads_the_selected_rows(monkeypatch, counts) -> None:
     name = "vllm.vllm_flash_attn.flash_attn_interface"
     library = ModuleType(name)
-    library.flash_attn_varlen_func = None
+    monkeypatch.setattr(library, "flash_attn_varlen_func", None, raising=False)
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", ModuleType("stand-in"))
     monkeypatch.setitem(sys.modules, name, library)
     backend = "vllm.v1.attention.backends.mla.flashattn_mla_sparse"
@@ -232,7 +233,9 @@ def test_a_dense_prefill_gathers_by_its_own_stack() -> None:
     world.tables.stack_table(world.batch, 2, own)
     assert (own[1] == 0).all()
     table = torch.full((2, 12), 7)
-    metadata = SimpleNamespace(num_decodes=1, prefill=SimpleNamespace(block_table=table))
+    metadata = SimpleNamespace(
+        num_decodes=1, prefill=SimpleNamespace(block_table=table)
+    )
     changed = backends.with_block_table(metadata, own)
     assert torch.equal(changed.prefill.block_table, own[1:])
     assert metadata.prefill.block_table is table

@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
-from runtime_world import RuntimeWorld  # noqa: E402
 from vllm.v1.hisparse.messages import RequestUpdate, StepUpdate  # noqa: E402
 from vllm.v1.hisparse.runtime import parts, resolver  # noqa: E402
+
+from runtime_world import RuntimeWorld  # noqa: E402
 
 PADDED = 4
 
@@ -114,7 +115,9 @@ def test_a_captured_decode_replays_over_changing_steps(drafts, monkeypatch) -> N
 
 def test_the_capture_of_a_dummy_batch_leaves_no_trace(monkeypatch) -> None:
     world = world_of(0)
-    before = [state.clone() for unit in world.tables.units for state in vars(unit).values()]
+    before = [
+        state.clone() for unit in world.tables.units for state in vars(unit).values()
+    ]
     slab = world.slab.clone()
     Graph(world, torch.zeros(PADDED, 32, dtype=torch.int32), monkeypatch)
     after = [state for unit in world.tables.units for state in vars(unit).values()]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""Decodes and prefills of resident and mixed requests read the right bytes (D22-D26)."""
+"""Decodes and prefills of resident and mixed requests read the right bytes (D22-26)."""
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
-from runtime_world import RuntimeWorld  # noqa: E402
 from vllm.v1.hisparse.runtime.batch import StepShape  # noqa: E402
+
+from runtime_world import RuntimeWorld  # noqa: E402
 
 HALF = [page % 2 == 0 for page in range(12)]
 

@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
-from runtime_world import POISON, RuntimeWorld, small_plan  # noqa: E402
 from vllm.v1.hisparse import capacity  # noqa: E402
 from vllm.v1.hisparse.kernels.tensors import NUM_COUNTERS  # noqa: E402
 from vllm.v1.hisparse.messages import (  # noqa: E402
@@ -30,6 +29,8 @@ from vllm.v1.hisparse.runtime.cpu_copies import CpuCopies  # noqa: E402
 from vllm.v1.hisparse.runtime.host_pool import HostPool, cpus_near  # noqa: E402
 from vllm.v1.hisparse.runtime.stream_copies import StreamCopies  # noqa: E402
 from vllm.v1.hisparse.runtime.words import WordTables  # noqa: E402
+
+from runtime_world import POISON, RuntimeWorld, small_plan  # noqa: E402
 
 # --- tables ---------------------------------------------------------------------
 
@@ -143,7 +144,8 @@ def test_ranks_count_selected_rows_once_and_bytes_each(rank: int) -> None:
 
 class Registrar:
     def __init__(self, error: int = 0) -> None:
-        self.error, self.calls = error, []
+        self.error = error
+        self.calls: list[tuple] = []
 
     def pin(self, address: int, num_bytes: int) -> int:
         self.calls.append(("pin", address, num_bytes))
@@ -318,7 +320,9 @@ class FakeCuda:
             current_stream=lambda: compute,
         )
         monkeypatch.setattr(
-            stream_copies, "torch", SimpleNamespace(cuda=fake, from_numpy=torch.from_numpy)
+            stream_copies,
+            "torch",
+            SimpleNamespace(cuda=fake, from_numpy=torch.from_numpy),
         )
 
 

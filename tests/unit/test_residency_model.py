@@ -219,9 +219,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         # It costs nothing that anybody could want.
         assert self.core.num_free == free
         assert len(self.core._blocks) >= min(blocks, LEASE)
-        after = [
-            (name, request.lease) for name, request in self.core._requests.items()
-        ]
+        after = [(name, request.lease) for name, request in self.core._requests.items()]
         assert before == after
 
     @precondition(lambda self: self.counter % 4 == 3)
@@ -248,7 +246,9 @@ class ResidencyMachine(RuleBasedStateMachine):
             request.entries += change.entries
             request.lease = change.lease or request.lease
             assert len(request.entries) == len(request.pages)
-        targets = [b for c in update.restores for b in (c.indexer_block, *c.latent_blocks)]
+        targets = [
+            b for c in update.restores for b in (c.indexer_block, *c.latent_blocks)
+        ]
         targets = [block for block in targets if block != NULL]
         assert len(targets) == len(set(targets)), "two restores into one block"
         for copy in update.restores:

@@ -92,7 +92,7 @@ def flashmla_forward(
     def attention(
         tokens: slice, rows: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        own = metadata.fp8_extra_metadata
+        own: Any = metadata.fp8_extra_metadata
         if len(rows) != len(topk):
             # The kernel plans for one number of tokens, at the first call with it.
             own = replace(own, scheduler_metadata=get_mla_metadata()[0])

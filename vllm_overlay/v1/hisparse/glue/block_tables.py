@@ -84,7 +84,6 @@ class HiSparseBlockTables(BlockTables):
         self.batch.set_dummy(num_reqs)
         return super().get_dummy_block_tables(num_reqs)
 
-
     def of_stack(self, stack: int) -> torch.Tensor:
         """Block table of one stack for the step's requests; good until the next.
 

@@ -112,7 +112,7 @@ def _cpu_tier_gib(extra: dict[str, Any]) -> float:
             "remove the other tiers: they take pages of the device, and HiSparse has "
             "whole pages on the host only",
         )
-    size = extra.get("cpu_bytes_to_use")
+    size: Any = extra.get("cpu_bytes_to_use")
     is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
     if not is_number or not 0 < size < float("inf"):
         raise refusal(

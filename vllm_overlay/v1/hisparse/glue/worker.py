@@ -68,9 +68,7 @@ class HiSparseWorker:
         layers = self._config.compilation_config.static_forward_context
         for index, place in enumerate(device.latents):
             unit = self.units[place.unit]
-            memory = LayerMemory(
-                place, tables, self.host.layers[place.name], self.slab
-            )
+            memory = LayerMemory(place, tables, self.host.layers[place.name], self.slab)
             is_leader = unit.unit.latents[0] == index
             resolver = LayerResolver(unit, memory, is_leader)
             layers[place.name].hisparse = HiSparseLayer(

@@ -50,9 +50,7 @@ def _translate_kernel(
     lane = in_step[:, None] & (k < K)[None, :]
     entry = (token * code_stride)[:, None] + k[None, :]
     code = tl.load(code_ptr + entry, mask=lane, other=-1)
-    _, state = owner_of(
-        token_request_ptr, state_row_ptr, token, in_step, num_requests
-    )
+    _, state = owner_of(token_request_ptr, state_row_ptr, token, in_step, num_requests)
     mixed = tl.load(mixed_row_ptr + state, mask=state >= 0, other=-1)
     is_mixed = (mixed >= 0)[:, None]
     mixed64 = mixed.to(tl.int64)[:, None]

@@ -163,9 +163,7 @@ class ResidencyTables:
 
     # --- what follows from it ---------------------------------------------------
 
-    def slots(
-        self, batch: Batch, positions: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def slots(self, batch: Batch, positions: torch.Tensor, out: torch.Tensor) -> None:
         """Where tokens are written, and whose they are.
 
         Args:
