@@ -48,6 +48,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Serve random traffic over pools that are always short, for about an hour."""
+    os.environ.setdefault("HISPARSE_SOAK_REQUESTS", "2000")
+    test = os.path.join("tests", "e2e", "test_hisparse_soak.py")
+    _run(session, "tests.py", "-s", "--timeout", "14400", test)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Run ruff and mypy as vLLM configures them."""
     _run(session, "lint.py")
