@@ -56,6 +56,12 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def compile(session: nox.Session) -> None:
+    """Compile every kernel for every GPU target, without a GPU."""
+    _run(session, "compile_kernels.py")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Run ruff and mypy as vLLM configures them."""
     _run(session, "lint.py")

@@ -48,6 +48,7 @@ def cpu_run_env() -> dict[str, str]:
     env = {**os.environ, **CPU_RUN_ENV}
     env.setdefault("VLLM_CACHE_ROOT", str(cache_dir() / "vllm"))
     env.setdefault("VLLM_CONFIG_ROOT", str(cache_dir() / "vllm-config"))
+    env.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
     # A user's own modules must not shadow the pinned ones.
     for name in ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"):
         env.pop(name, None)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""The patch table in ``README.md``, generated from the patches' messages."""
+"""Generated tables in Markdown files, between two marks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,20 @@ def with_table(text: str, series: Series) -> str:
     Raises:
         ToolError: If the two marks are missing.
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
+    return between(text, BEGIN, END, patch_table(series), "README.md")
+
+
+def between(text: str, begin: str, end: str, table: str, name: str) -> str:
+    """Return a file's text with the table between two marks replaced.
+
+    Raises:
+        ToolError: If the two marks are missing.
+    """
+    head, has_begin, rest = text.partition(begin)
+    _, has_end, tail = rest.partition(end)
+    if not has_begin or not has_end:
         raise ToolError(
-            "README.md has lost the marks of its patch table",
-            f"put these two lines back where the table goes: {BEGIN} and {END}",
+            f"{name} has lost the marks of its table",
+            f"put these two lines back where the table goes: {begin} and {end}",
         )
-    return f"{head}{BEGIN}\n{patch_table(series)}{END}{tail}"
+    return f"{head}{begin}\n{table}{end}{tail}"
