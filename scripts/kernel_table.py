@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 import triton
-from hisparse_tools.paths import this_project
-from hisparse_tools.progress import Bar, say
-from hisparse_tools.readme import between
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, KernelInterface
+
+from hisparse_tools.paths import this_project
+from hisparse_tools.progress import Bar, say
+from hisparse_tools.readme import between
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
