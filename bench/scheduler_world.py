@@ -32,7 +32,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -50,9 +50,9 @@ PREFILL_TOKENS = 32_768  # of a step
 DEVICE_SHARE = {"off": 1.5, "resident": 1.5, "mixed": 0.25}
 
 
-def specs() -> dict[str, MLAAttentionSpec]:
+def specs() -> dict[str, KVCacheSpec]:
     """Cache specs of GLM-5.3 with its MTP layer, fp8_ds_mla rows."""
-    found: dict[str, MLAAttentionSpec] = {}
+    found: dict[str, KVCacheSpec] = {}
     for layer in range(NUM_LATENTS):
         prefix = f"model.layers.{layer}.self_attn"
         common: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1}
@@ -74,7 +74,7 @@ def hisparse_options(host_bytes: int) -> dict[str, Any]:
     """Engine options that switch HiSparse on, whatever memory this machine has."""
     from vllm.v1.hisparse.glue import config
 
-    config.available_ram_bytes = lambda: 1 << 60
+    vars(config)["available_ram_bytes"] = lambda: 1 << 60
     return {
         "kv_transfer_config": {
             "kv_connector": "HiSparseConnector",

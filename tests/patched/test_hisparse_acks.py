@@ -38,3 +38,11 @@ def test_a_rank_without_completions_hides_no_other(late: int) -> None:
     acks: list[dict[int, set[int]] | None] = [{5: {0}}, {5: {1}}]
     acks[late] = None
     assert aggregated(*acks) == {5: {1 - late}}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_copy_that_failed_on_one_rank_has_failed(first: int) -> None:
+    acks = [HiSparseAcks({5: {0}}), HiSparseAcks({6: {1}}, failed={5})]
+    united = acks[first].aggregate(acks[1 - first])
+    assert isinstance(united, HiSparseAcks)
+    assert united.ranks == {5: {0}, 6: {1}} and united.failed == {5}

@@ -382,6 +382,21 @@ class TestConnectors:
     def test_options_that_are_no_object(self, model: str, options: Any) -> None:
         refuse(model, f"is {options!r};", kv=transfer(), options=options)
 
+    @pytest.mark.parametrize("seconds", [0, -1, "60", True, float("nan"), None])
+    def test_a_timeout_that_is_no_time(self, model: str, seconds: Any) -> None:
+        refuse(
+            model,
+            f"hisparse_config.transfer_timeout_s is {seconds!r}; allowed: a number",
+            kv=transfer(),
+            options={"transfer_timeout_s": seconds},
+        )
+
+    def test_the_timeout_reaches_the_scheduler(self, model: str) -> None:
+        assert settings(make_config(model, kv=transfer())).transfer_timeout_s == 60
+        options = {"transfer_timeout_s": 2}
+        config = make_config(model, kv=transfer(), options=options)
+        assert settings(config).transfer_timeout_s == 2.0
+
     def test_unknown_option(self, model: str) -> None:
         refuse(
             model,

@@ -262,7 +262,7 @@ def test_a_page_goes_to_the_host_and_back_layer_by_layer(parts: str) -> None:
     world.host.buffer.zero_()
     copier.write_back([copy])
     assert not world.host.buffer.any() and copier.num_pending == 1
-    assert copier.poll() == [5] and copier.num_pending == 0
+    assert copier.poll() == ([5], []) and copier.num_pending == 0
     written = world.host.buffer != 0
     assert torch.equal(world.host.buffer[written], before[0][written])
     host_page = torch.zeros_like(written)
@@ -355,10 +355,23 @@ def test_copies_on_a_stream_wait_in_both_directions(monkeypatch) -> None:
     assert all(array.dtype == torch.int64 for array in written)
     for there, back in zip(written[:2], restored[:2][::-1]):
         assert torch.equal(there[:layers], back)
-    assert copier.num_pending == 2 and copier.poll() == []
+    assert copier.num_pending == 2 and copier.poll() == ([], [])
     cuda.ready.add(1)
-    assert copier.poll() == []
+    assert copier.poll() == ([], [])
     cuda.ready.add(0)
-    assert copier.poll() == [7, 8] and copier.num_pending == 0
+    assert copier.poll() == ([7, 8], []) and copier.num_pending == 0
     copier.engine.shutdown()
     assert cuda.log[-1] == ("side", "synchronizes")
+
+
+def test_copies_that_a_stream_does_not_accept_have_failed(monkeypatch) -> None:
+    FakeCuda(monkeypatch)
+
+    def copy_batch(sources, targets, sizes):
+        raise RuntimeError("invalid argument")
+
+    world, copier = copier_of(StreamCopies(torch.device("cuda"), copy_batch))
+    blocks = tuple(range(2, 2 + world.plan.device.num_stacks))
+    copier.write_back([PageCopy(7, 3, 9, blocks), PageCopy(8, 4, 10, blocks)])
+    assert copier.num_pending == 0
+    assert copier.poll() == ([], [7, 8]) and copier.poll() == ([], [])

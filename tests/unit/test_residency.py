@@ -332,3 +332,102 @@ def test_a_restore_that_is_lost_in_the_same_step_is_not_done() -> None:
     restores = core.take_update().restores
     assert restores and not any(copy.latent_blocks for copy in restores)
     check_integrity(core)
+
+
+# --- copies that fail -------------------------------------------------------------
+
+
+def test_a_failed_write_back_is_tried_again() -> None:
+    core = make()
+    (first, second) = run_pages(core, "a", range(1, 4), 2)
+    core.fail(first)
+    core.acknowledge(first, [0])
+    (copy,) = core.take_update().write_backs
+    assert copy.page_id == 1 and copy.transfer_id not in (first, second)
+    assert core.num_failed == 1
+    assert core.acknowledge(copy.transfer_id, [0])
+    check_integrity(core)
+
+
+def test_a_page_that_fails_too_often_stays_on_the_device_and_is_forgotten() -> None:
+    unpublished: list[int] = []
+    config = ResidencyConfig(
+        num_blocks=40, num_stacks=STACKS, lease_blocks=LEASE, num_rows=4, max_failures=2
+    )
+    core = Residency(config, unpublish=unpublished.append)
+    for transfer in run_pages(core, "a", range(1, 4), 2):
+        core.fail(transfer)
+    for copy in core.take_update().write_backs:
+        core.fail(copy.transfer_id)
+    assert core.num_failed == 4 and not core.take_update().write_backs
+    core.seal("a", 3)
+    (copy,) = core.take_update().write_backs
+    assert copy.page_id == 3
+    core.acknowledge(copy.transfer_id, [0])
+    # Only the page that is clean can go.
+    assert core.make_room(core.num_free)
+    assert [page.page_id for page in core._evictable_latents.values()] in ([], [3])
+    core.release("a", lambda page: True)
+    assert sorted(unpublished) == [1, 2]
+    assert core.num_free == 39
+    check_integrity(core)
+
+
+def test_a_page_without_owners_that_fails_too_often_is_forgotten_at_once() -> None:
+    unpublished: list[int] = []
+    config = ResidencyConfig(
+        num_blocks=40, num_stacks=STACKS, lease_blocks=LEASE, num_rows=4, max_failures=1
+    )
+    core = Residency(config, unpublish=unpublished.append)
+    (transfer,) = run_pages(core, "a", range(1, 3), 1)
+    core.release("a", lambda page: page == 1)
+    assert not unpublished
+    core.fail(transfer)
+    assert unpublished == [1] and core.num_free == 39 and not core.num_pending
+    check_integrity(core)
+
+
+def test_copies_that_stall_are_not_waited_for() -> None:
+    core = make()
+    run_pages(core, "a", range(1, 4), 2)
+    assert core.may_gain_room()
+    core.is_stalled = True
+    assert not core.may_gain_room()
+
+
+def test_a_stall_gives_up_pages_that_nobody_owns() -> None:
+    """The host page stays held until the copy, which may still write it, has ended."""
+    held: list[int] = []
+    unpublished: list[int] = []
+    config = ResidencyConfig(
+        num_blocks=40, num_stacks=STACKS, lease_blocks=LEASE, num_rows=4, num_ranks=2,
+        write_back_budget=2,
+    )  # fmt: skip
+    core = Residency(config, held.append, held.remove, unpublished.append)
+    first, second = run_pages(core, "a", range(1, 5), 3)
+    core.acknowledge(first, [0])
+    assert held == [1, 2, 3]
+    core.release("a", lambda page: page < 4)
+    assert core.num_free == 39 - 9
+    core.stall()
+    check_integrity(core)
+    # Two copies are under way, one was still waiting for its turn.
+    assert sorted(unpublished) == [1, 2, 3] and core.num_free == 39
+    assert held == [1, 2] and not core.num_pending
+    assert not core.acknowledge(first, [1])
+    assert held == [2]
+    core.fail(second)
+    assert not held
+    core.is_stalled = False
+    check_integrity(core)
+
+
+def test_a_stall_gives_up_other_pages_when_their_owners_leave() -> None:
+    core = make()
+    (transfer,) = run_pages(core, "a", range(1, 4), 1)
+    core.stall()
+    assert core.num_pending == 1
+    core.release("a", lambda page: True)
+    assert core.num_free == 39 and not core.num_pending
+    assert not core.acknowledge(transfer, [0])
+    check_integrity(core)

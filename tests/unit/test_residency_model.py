@@ -102,8 +102,11 @@ class ResidencyMachine(RuleBasedStateMachine):
             tail_pages=1,
             num_ranks=2,
             write_back_budget=3,
+            max_failures=2,
         )
-        self.core = Residency(config, self.host.reference, self.host.unreference)
+        self.core = Residency(
+            config, self.host.reference, self.host.unreference, self.unpublish
+        )
         self.requests: dict[str, Running] = {}
         self.device: dict[int, object] = {}
         self.frames: dict[int, tuple[int, ...]] = {}
@@ -111,6 +114,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.counter = 0
 
     # --- the toy scheduler --------------------------------------------------
+
+    def unpublish(self, page: int) -> None:
+        self.host.pages[page].name = None
 
     def allocate(self, request_id: str, count: int) -> bool:
         cost = count * (1 + STACKS)
@@ -299,11 +305,34 @@ class ResidencyMachine(RuleBasedStateMachine):
         if len(done) == 2:
             blocks = (copy.indexer_block, *copy.latent_blocks)
             contents = {self.device[block] for block in blocks}
-            assert len(contents) == 1, contents
-            self.host.pages[copy.page_id].content = contents.pop()
+            is_abandoned = transfer in self.core._abandoned
+            assert len(contents) == 1 or is_abandoned, contents
+            # What an abandoned copy writes is anything, where nobody reads.
+            self.host.pages[copy.page_id].content = (
+                "garbage" if is_abandoned else contents.pop()
+            )
+            assert self.host.pages[copy.page_id].references > 0
             del self.copies[transfer]
+        else:
+            is_abandoned = True
         clean = self.core.acknowledge(transfer, [rank])
-        assert clean == (len(done) == 2)
+        assert clean == (len(done) == 2 and not is_abandoned)
+
+    @precondition(lambda self: self.copies and self.counter % 4 == 1)
+    @rule(data=st.data())
+    def fail(self, data) -> None:
+        """A rank could not copy; the others may have."""
+        transfer = data.draw(st.sampled_from(sorted(self.copies)))
+        del self.copies[transfer]
+        self.core.fail(transfer)
+        assert not self.core.acknowledge(transfer, [0, 1])
+
+    @precondition(lambda self: self.copies and self.counter % 4 == 0)
+    @rule()
+    def stall(self) -> None:
+        """Nothing ends for long; copies may still write when all believe them dead."""
+        self.core.stall()
+        self.core.is_stalled = False
 
     @precondition(lambda self: self.counter % 4 == 2)
     @rule(transfer=st.integers(0, 10_000))

@@ -56,6 +56,7 @@ class Page:
         latent_blocks: Block of each stack, empty if they were given up.
         owners: Running requests that list the page, each with the page's index there.
         is_queued: Waits for its write-back to be issued.
+        num_failures: Write-backs of it that failed.
     """
 
     page_id: int
@@ -65,6 +66,7 @@ class Page:
     latent_blocks: tuple[int, ...]
     owners: dict[str, tuple["RequestPages", int]] = field(default_factory=dict)
     is_queued: bool = False
+    num_failures: int = 0
 
     @property
     def entry(self) -> int:
@@ -119,6 +121,7 @@ class ResidencyConfig:
         num_ranks: Ranks that acknowledge each write-back.
         write_back_budget: Write-backs issued in one step.
         restore_budget: Pages restored in one step because there is room.
+        max_failures: Failed write-backs after which a page stays on the device.
     """
 
     num_blocks: int
@@ -130,6 +133,7 @@ class ResidencyConfig:
     num_ranks: int = 1
     write_back_budget: int = 1 << 30
     restore_budget: int = 16
+    max_failures: int = 3
 
     @property
     def frame_blocks(self) -> int:
@@ -154,6 +158,12 @@ class Residency:
         hold: Called when a page's host copy starts to be needed by a write-back:
             the host pool must not hand the page out (R5).
         unhold: Called when it is no longer needed.
+        unpublish: Called when a page is lost that prefix hits may find (R7).
+
+    Attributes:
+        is_stalled: Whether copies under way are not waited for any more, see `stall`.
+        num_failed: Write-backs that failed so far.
+        num_completed: Write-backs that completed so far.
     """
 
     def __init__(
@@ -161,9 +171,12 @@ class Residency:
         config: ResidencyConfig,
         hold: Callable[[int], None] = _ignore,
         unhold: Callable[[int], None] = _ignore,
+        unpublish: Callable[[int], None] = _ignore,
     ) -> None:
         self.config = config
-        self._hold, self._unhold = hold, unhold
+        self._hold, self._unhold, self._unpublish = hold, unhold, unpublish
+        self.is_stalled = False
+        self.num_failed = self.num_completed = 0
         self._blocks = BlockAllocator(config.num_blocks)
         # Frame 0 is the null frame, as block 0 is the null block.
         self._free_frames = list(range(config.num_blocks - 1, 0, -1))
@@ -175,6 +188,8 @@ class Residency:
         self._evictable_indexers: OrderedDict[int, Page] = OrderedDict()
         self._to_write: deque[Page] = deque()
         self._transfers: dict[int, tuple[Page, set[int]]] = {}
+        # Host pages that a copy may still write, though nobody waits for it.
+        self._abandoned: dict[int, tuple[int, set[int]]] = {}
         self._next_transfer = 0
         self._promised_blocks = 0
         self._promised_pages = 0
@@ -210,7 +225,7 @@ class Residency:
 
     def may_gain_room(self) -> bool:
         """Whether write-backs under way will make blocks available."""
-        return self.num_pending > 0
+        return self.num_pending > 0 and not self.is_stalled
 
     def can_admit(self, num_pages: int) -> bool:
         """Whether a request of so many pages fits at steady state (D14).
@@ -425,10 +440,34 @@ class Residency:
             elif page.state is PageState.DIRTY and not published(page.page_id):
                 self._cancel(page)
                 self._drop(page)
+            elif page.state is not PageState.CLEAN and self._is_hopeless(page):
+                self._give_up(page)
             else:
                 if page.state is PageState.DIRTY:
                     self._queue(page)
                 self._offer(page)
+
+    def _has_failed(self, page: Page) -> bool:
+        """Whether a page cannot be written back, however often it is tried."""
+        return page.num_failures >= self.config.max_failures
+
+    def _is_hopeless(self, page: Page) -> bool:
+        return self.is_stalled or self._has_failed(page)
+
+    def _give_up(self, page: Page) -> None:
+        """Forget a page that nobody owns and that does not get to the host.
+
+        A copy of it may still be under way: the host page stays held until it ends.
+        """
+        self._cancel(page)
+        if page.state is PageState.PENDING:
+            pending = self._transfers.items()
+            transfer_id = next(t for t, (own, _) in pending if own is page)
+            _, done = self._transfers.pop(transfer_id)
+            self._abandoned[transfer_id] = (page.page_id, done)
+            page.state = PageState.DIRTY
+        self._unpublish(page.page_id)
+        self._drop(page)
 
     def forget(self, page_id: int) -> None:
         """Drop what is left of a page whose place is handed out anew."""
@@ -454,6 +493,11 @@ class Residency:
         Returns:
             Whether the page is clean now (R1: on every rank).
         """
+        if transfer_id in self._abandoned:
+            page_id, done = self._abandoned[transfer_id]
+            done.update(ranks)
+            if len(done) == self.config.num_ranks:
+                self._end_abandoned(transfer_id)
         if transfer_id not in self._transfers:
             return False
         page, done = self._transfers[transfer_id]
@@ -466,9 +510,48 @@ class Residency:
         self._count(page, 1)
         for owner, _ in page.owners.values():
             owner.num_convertible += 1
+        self.num_completed += 1
         self._offer(page)
         self._unhold(page.page_id)
         return True
+
+    def fail(self, transfer_id: int) -> None:
+        """Note that a rank could not complete a write-back; unknown ones are ignored.
+
+        It is tried again. A page that fails too often stays on the device as long as
+        it has an owner, and is forgotten then.
+        """
+        self._end_abandoned(transfer_id)
+        page, _ = self._transfers.pop(transfer_id, (None, None))
+        if page is None:
+            return
+        self.num_failed += 1
+        page.num_failures += 1
+        self._count(page, -1)
+        page.state = PageState.DIRTY
+        self._count(page, 1)
+        self._unhold(page.page_id)
+        if not self._has_failed(page):
+            self._queue(page)
+        elif not page.owners:
+            self._give_up(page)
+
+    def _end_abandoned(self, transfer_id: int) -> None:
+        if transfer_id in self._abandoned:
+            page_id, _ = self._abandoned.pop(transfer_id)
+            self.num_completed += 1
+            self._unhold(page_id)
+
+    def stall(self) -> None:
+        """Stop waiting for the copies under way; there is a clock outside.
+
+        Pages that nobody owns are given up now, others when their owners leave. It
+        is over when the caller sets `is_stalled` back.
+        """
+        self.is_stalled = True
+        for page in list(self._pages.values()):
+            if not page.owners and page.state is not PageState.CLEAN:
+                self._give_up(page)
 
     def take_update(self) -> StepUpdate:
         """Hand out everything that changed since the last call."""
@@ -514,7 +597,8 @@ class Residency:
         )
 
     def _queue(self, page: Page) -> None:
-        if page.state is PageState.DIRTY and not page.is_queued:
+        is_dirty = page.state is PageState.DIRTY
+        if is_dirty and not page.is_queued and not self._has_failed(page):
             page.is_queued = True
             self._to_write.append(page)
             self._hold(page.page_id)

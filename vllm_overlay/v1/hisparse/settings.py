@@ -16,6 +16,8 @@ MAX_HOT_ROWS = 32_767
 MAX_SELECTED_ROWS = 32_766
 """Query rows * top-k of a request: claims are kept as negative int16 (D21)."""
 
+DEFAULT_TRANSFER_TIMEOUT_S = 60.0
+
 GIB = 1 << 30
 
 
@@ -27,11 +29,14 @@ class HiSparseSettings:
         host_pool_gib: host pool of one data-parallel replica, in GiB.
         device_buffer_size: rows of a hot buffer in each layer.
         topk: rows that one query token selects, of the model.
+        transfer_timeout_s: seconds without progress after which copies to the host
+            are not waited for any more.
     """
 
     host_pool_gib: float
     device_buffer_size: int
     topk: int
+    transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S
 
     @property
     def host_pool_bytes(self) -> int:

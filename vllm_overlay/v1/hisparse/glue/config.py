@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from ..host_memory import available_ram_bytes
 from ..layout import ROW_ALIGNMENT
 from ..settings import (
+    DEFAULT_TRANSFER_TIMEOUT_S,
     GIB,
     MAX_HOT_ROWS,
     MAX_SELECTED_ROWS,
@@ -32,7 +33,12 @@ logger = init_logger(__name__)
 CUDA_BLOCK_SIZE = 64
 """The only page of the indexer's and FlashMLA's CUDA kernels."""
 
-_KEYS = ("device_buffer_size", "host_pool_gib", "eager_host_mirror")
+_KEYS = (
+    "device_buffer_size",
+    "host_pool_gib",
+    "transfer_timeout_s",
+    "eager_host_mirror",
+)
 
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
@@ -69,6 +75,7 @@ def resolve(vllm_config: "VllmConfig") -> None:
             options, topk, vllm_config.cache_config.block_size
         ),
         topk=topk,
+        transfer_timeout_s=_transfer_timeout_s(options),
     )
     _check_available_ram(
         settings, setting, vllm_config.parallel_config.data_parallel_size_local
@@ -288,6 +295,19 @@ def _host_pool_gib(setting: str, value: Any) -> float:
             repr(value),
             "a number of GiB above 0",
             "set it to the main memory that the host pool may take",
+        )
+    return float(value)
+
+
+def _transfer_timeout_s(options: dict[str, Any]) -> float:
+    value = options.get("transfer_timeout_s", DEFAULT_TRANSFER_TIMEOUT_S)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not value > 0:
+        raise refusal(
+            "hisparse_config.transfer_timeout_s",
+            repr(value),
+            "a number of seconds above 0",
+            f"leave it out for the default, {DEFAULT_TRANSFER_TIMEOUT_S:g}",
         )
     return float(value)
 

@@ -49,15 +49,22 @@ class HiSparseMetadata(KVConnectorMetadata):
 
 @dataclass
 class HiSparseAcks(KVConnectorWorkerMetadata):
-    """Completed transfers and the ranks that completed them (D19)."""
+    """What became of transfers.
+
+    Attributes:
+        ranks: Ranks that completed each (D19).
+        failed: Transfers that a rank could not complete.
+    """
 
     ranks: dict[int, set[int]] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HiSparseAcks":
         """Unite with another rank's acknowledgements."""
         assert isinstance(other, HiSparseAcks)
         for transfer_id, ranks in other.ranks.items():
             self.ranks.setdefault(transfer_id, set()).update(ranks)
+        self.failed |= other.failed
         return self
 
 
@@ -115,6 +122,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         acks = connector_output.kv_connector_worker_meta
         if isinstance(acks, HiSparseAcks):
+            self.manager.note_failures(acks.failed)
             for transfer_id, ranks in acks.ranks.items():
                 self.manager.residency.acknowledge(transfer_id, ranks)
 
@@ -152,7 +160,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while copies are under way (D17)."""
-        return self.manager.residency.num_pending > 0
+        return self.manager.residency.may_gain_room()
 
     # --- worker -----------------------------------------------------------------
 
@@ -197,8 +205,8 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        acks = self.worker.take_acks()
-        return HiSparseAcks(acks) if acks else None
+        done, failed = self.worker.take_acks()
+        return HiSparseAcks(done, failed) if done or failed else None
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         pass

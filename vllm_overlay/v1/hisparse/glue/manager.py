@@ -6,6 +6,7 @@ vLLM's blocks are pages of the host pool. This manager gives each page of a runn
 request a frame on the device, and answers "does it fit" for both pools.
 """
 
+import time
 from collections.abc import Sequence
 
 from vllm.distributed.kv_events import (
@@ -14,6 +15,7 @@ from vllm.distributed.kv_events import (
     BlockStored,
     KVCacheEvent,
 )
+from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -23,6 +25,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from ..capacity import PoolPlan
 from ..residency import Place, Residency, ResidencyConfig, Start
 from .spec import HiSparsePageSpec
+
+logger = init_logger(__name__)
 
 # More blocks than any host pool has: vLLM compares it with its free blocks.
 DOES_NOT_FIT = 1 << 62
@@ -51,7 +55,12 @@ class HiSparseManager(FullAttentionManager):
             residency_config(kv_cache_spec.plan, kv_cache_spec.num_ranks),
             hold=self._hold_page,
             unhold=self._unhold_page,
+            unpublish=lambda page_id: self.block_pool.evict_blocks({page_id}),
         )
+        self._clock = time.monotonic
+        self._timeout_s = kv_cache_spec.transfer_timeout_s
+        # Copies that had ended when one ended last, and when that was.
+        self._num_ended, self._last_end = 0, self._clock()
         self._promised_pages: dict[str, int] = {}
         self._known: set[str] = set()
         # Of the request whose blocks were counted last; it allocates next.
@@ -155,7 +164,37 @@ class HiSparseManager(FullAttentionManager):
     def new_step_starts(self) -> None:
         """Use what lies idle before anybody asks for more."""
         super().new_step_starts()
+        self._watch_copies()
         self.residency.restore_some()
+
+    def _watch_copies(self) -> None:
+        """Stop waiting for copies when none has ended for too long."""
+        residency, now = self.residency, self._clock()
+        num_ended = residency.num_completed + residency.num_failed
+        if num_ended != self._num_ended or not residency.num_pending:
+            self._num_ended, self._last_end = num_ended, now
+            residency.is_stalled = False
+        elif now - self._last_end > self._timeout_s and not residency.is_stalled:
+            logger.warning(
+                "HiSparse: none of %d copies to the host has ended for %.0f s "
+                "(transfer_timeout_s): they are not waited for any more; requests that "
+                "need room are preempted, and pages of finished ones are forgotten",
+                residency.num_pending,
+                self._timeout_s,
+            )
+            residency.stall()
+
+    def note_failures(self, transfer_ids: set[int]) -> None:
+        """Take note of copies to the host that failed on some rank."""
+        for transfer_id in transfer_ids:
+            self.residency.fail(transfer_id)
+        if transfer_ids:
+            logger.warning_once(
+                "HiSparse: copies to the host have failed; each is tried again, up to "
+                "%d times, and then its page stays on the device (failed_transfers "
+                "counts them)",
+                self.residency.config.max_failures,
+            )
 
     # --- sealing and release ----------------------------------------------------
 
@@ -197,6 +236,8 @@ class HiSparseManager(FullAttentionManager):
         return {
             "host_pool_usage": self.block_pool.get_usage(),
             "pending_transfers": self.residency.num_pending,
+            "failed_transfers": self.residency.num_failed,
+            "stalled": int(self.residency.is_stalled),
             "requests_full": len(self._known) - mixed,
             "requests_mixed": mixed,
             "pages_device": self.residency.num_owned(Place.DEVICE),

@@ -24,6 +24,8 @@ COUNTERS = {
 GAUGES = {
     "host_pool_usage": "Share of the host pool that is in use, 0 to 1.",
     "pending_transfers": "Write-backs that are queued or under way.",
+    "failed_transfers": "Write-backs that failed since the start.",
+    "stalled": "1 while write-backs are under way and none ends, else 0.",
     "requests_full": "Running requests with all pages on the device.",
     "requests_mixed": "Running requests that hold a hot lease.",
     "pages_device": "Running requests' pages with no complete copy on the host.",

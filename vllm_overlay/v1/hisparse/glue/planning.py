@@ -175,6 +175,7 @@ def kv_cache_config(
         ),
         plan=pool_plan(vllm_config, device, num_blocks),
         num_ranks=_num_ranks(vllm_config),
+        transfer_timeout_s=settings_of(vllm_config).transfer_timeout_s,
     )
 
 
@@ -250,6 +251,7 @@ def scheduler_kv_cache_config(worker: KVCacheConfig) -> KVCacheConfig:
         HiSparsePageSpec,
         plan=plan,
         num_ranks=worker.num_ranks,
+        transfer_timeout_s=worker.transfer_timeout_s,
     )
     return config
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
 
 from ..capacity import PoolPlan
+from ..settings import DEFAULT_TRANSFER_TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +20,13 @@ class HiSparsePageSpec(MLAAttentionSpec):
     Attributes:
         plan: sizes of both pools, of leases and of pages.
         num_ranks: workers that must acknowledge a copy (R1).
+        transfer_timeout_s: seconds without progress after which copies under way are
+            not waited for any more.
     """
 
     plan: PoolPlan
     num_ranks: int = 1
+    transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S
 
 
 @dataclass
@@ -34,7 +38,9 @@ class HiSparseKVCacheConfig(KVCacheConfig):
     Attributes:
         plan: as in `HiSparsePageSpec`; always set.
         num_ranks: as in `HiSparsePageSpec`.
+        transfer_timeout_s: as in `HiSparsePageSpec`.
     """
 
     plan: PoolPlan | None = None
     num_ranks: int = 1
+    transfer_timeout_s: float = DEFAULT_TRANSFER_TIMEOUT_S

@@ -91,9 +91,10 @@ class HiSparseWorker:
         self.copier.restore(update.restores)
         self.copier.write_back(update.write_backs)
 
-    def take_acks(self) -> dict[int, set[int]]:
-        """Transfers that completed since the last call."""
-        return {transfer_id: {self.rank} for transfer_id in self.copier.poll()}
+    def take_acks(self) -> tuple[dict[int, set[int]], set[int]]:
+        """Transfers that completed, by rank, and that failed, since the last call."""
+        done, failed = self.copier.poll()
+        return {transfer_id: {self.rank} for transfer_id in done}, set(failed)
 
     def take_counters(self) -> dict[str, int]:
         """Increments of `metrics.COUNTERS` since the last call.

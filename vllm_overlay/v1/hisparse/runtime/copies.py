@@ -53,8 +53,11 @@ class CopyEngine(Protocol):
     def run(self, ranges: ByteRanges) -> None:
         """Copy to the device, before anything that is launched after this call."""
 
-    def poll(self) -> list[int]:
-        """Copies that completed since the last call; one call is one step."""
+    def poll(self) -> tuple[list[int], list[int]]:
+        """Copies that completed, and that failed, since the last call.
+
+        One call is one step.
+        """
 
     @property
     def num_pending(self) -> int:
@@ -111,8 +114,8 @@ class PageCopier:
         self.engine.run(ranges)
         self._restored_bytes += ranges.num_bytes
 
-    def poll(self) -> list[int]:
-        """Write-backs that completed since the last call; one call is one step."""
+    def poll(self) -> tuple[list[int], list[int]]:
+        """Write-backs that completed, and that failed, since the last call."""
         return self.engine.poll()
 
     def take_bytes(self) -> tuple[int, int]:

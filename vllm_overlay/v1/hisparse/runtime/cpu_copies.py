@@ -13,12 +13,18 @@ from collections.abc import Callable
 from .copies import ByteRanges
 
 
+def _no(transfer_id: int) -> bool:
+    return False
+
+
 class CpuCopies:
     """Copies with `memmove`.
 
     Attributes:
         delay_steps: Steps between the start of a copy and its completion.
         reorder: Order in which copies that are due complete, from their ids.
+        fails: Whether a copy that is due fails, by its id.
+        never: Whether a copy never completes, by its id.
     """
 
     def __init__(self) -> None:
@@ -26,6 +32,8 @@ class CpuCopies:
         self._step = 0
         self.delay_steps = 0
         self.reorder: Callable[[list[int]], list[int]] = list
+        self.fails: Callable[[int], bool] = _no
+        self.never: Callable[[int], bool] = _no
 
     def start(self, transfer_ids: list[int], ranges: list[ByteRanges]) -> None:
         """See `CopyEngine`."""
@@ -40,13 +48,20 @@ class CpuCopies:
         ):
             ctypes.memmove(target, source, size)
 
-    def poll(self) -> list[int]:
+    def poll(self) -> tuple[list[int], list[int]]:
         """See `CopyEngine`."""
         due = [t for t, (step, _) in self._pending.items() if step <= self._step]
+        due = [t for t in due if not self.never(t)]
         self._step += 1
+        done, failed = [], []
         for transfer_id in self.reorder(due):
-            self.run(self._pending.pop(transfer_id)[1])
-        return due
+            _, ranges = self._pending.pop(transfer_id)
+            if self.fails(transfer_id):
+                failed.append(transfer_id)
+            else:
+                self.run(ranges)
+                done.append(transfer_id)
+        return done, failed
 
     @property
     def num_pending(self) -> int:

@@ -31,6 +31,7 @@ class StreamCopies:
         self._stream = torch.cuda.Stream(device)
         self._copy_batch = copy_batch
         self._pending: deque[tuple[list[int], torch.cuda.Event, tuple]] = deque()
+        self._failed: list[int] = []
 
     def start(self, transfer_ids: list[int], ranges: list[ByteRanges]) -> None:
         """See `CopyEngine`."""
@@ -39,7 +40,12 @@ class StreamCopies:
             np.concatenate([r.targets for r in ranges]),
             np.concatenate([r.sizes for r in ranges]),
         )
-        event, arguments = self._submit(whole)
+        try:
+            event, arguments = self._submit(whole)
+        except RuntimeError:
+            # Not accepted: nothing of it runs. A broken device fails elsewhere too.
+            self._failed += transfer_ids
+            return
         self._pending.append((list(transfer_ids), event, arguments))
 
     def run(self, ranges: ByteRanges) -> None:
@@ -61,12 +67,13 @@ class StreamCopies:
             event.record(self._stream)
         return event, arguments
 
-    def poll(self) -> list[int]:
+    def poll(self) -> tuple[list[int], list[int]]:
         """See `CopyEngine`."""
         done: list[int] = []
         while self._pending and self._pending[0][1].query():
             done += self._pending.popleft()[0]
-        return done
+        failed, self._failed = self._failed, []
+        return done, failed
 
     @property
     def num_pending(self) -> int:
