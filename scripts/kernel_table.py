@@ -265,7 +265,14 @@ def _ptxas(ptx: str, name: str) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [str(program), "-v", f"--gpu-name={name}a", file.name, "-o", os.devnull]
+        command = [
+            str(program),
+            "-v",
+            f"--gpu-name={name}a",
+            file.name,
+            "-o",
+            os.devnull,
+        ]
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
     return ran.stderr
 
