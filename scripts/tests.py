@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,9 @@ def main(argv: Sequence[str]) -> int:
     env["HISPARSE_WHEEL"] = str(built.path)
     env["HISPARSE_NOX_PYTHON"] = sys.executable
     os.chdir(project.root)
+    # A job in the background of a shell has it ignored. Processes that tests start
+    # would inherit that, and tests of an interrupt would wait for nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # In place of this process: signals reach pytest, and its last line is the last.
     os.execve(python, [str(python), "-m", "pytest", *argv], env)
 

@@ -6,6 +6,7 @@ import torch
 from vllm.v1.hisparse.capacity import HotSizes, Limits, PoolPlan, plan_pools
 from vllm.v1.hisparse.layout import IndexerLayer, LatentLayer, plan_device
 from vllm.v1.hisparse.messages import HotLease, RequestUpdate, StepUpdate
+from vllm.v1.hisparse.runtime.ahead import InOrder
 from vllm.v1.hisparse.runtime.batch import Batch
 from vllm.v1.hisparse.runtime.buffers import ResolverBuffers
 from vllm.v1.hisparse.runtime.host_pool import HostPool
@@ -48,7 +49,7 @@ class RuntimeWorld:
         num_pages = self.tables.residency.page_frame.shape[1]
         self.buffers = ResolverBuffers(plan, num_pages, "cpu")
         self.units = [
-            UnitResolver(self.tables, self.buffers, u)
+            UnitResolver(self.tables, self.buffers, u, InOrder())
             for u in range(len(plan.device.units))
         ]
         self.layers = [

@@ -19,7 +19,7 @@ from vllm.v1.hisparse.messages import (  # noqa: E402
     RequestUpdate,
     StepUpdate,
 )
-from vllm.v1.hisparse.runtime import host_pool, stream_copies  # noqa: E402
+from vllm.v1.hisparse.runtime import ahead, host_pool, stream_copies  # noqa: E402
 from vllm.v1.hisparse.runtime.buffers import (  # noqa: E402
     CounterReader,
     ResolverBuffers,
@@ -319,11 +319,10 @@ class FakeCuda:
             stream=stream,
             current_stream=lambda: compute,
         )
-        monkeypatch.setattr(
-            stream_copies,
-            "torch",
-            SimpleNamespace(cuda=fake, from_numpy=torch.from_numpy),
-        )
+        for module in (stream_copies, ahead):
+            names = {"cuda": fake, "from_numpy": torch.from_numpy}
+            monkeypatch.setattr(module, "torch", SimpleNamespace(**names))
+        self.streams = fake
 
 
 def test_copies_on_a_stream_wait_in_both_directions(monkeypatch) -> None:
@@ -375,3 +374,64 @@ def test_copies_that_a_stream_does_not_accept_have_failed(monkeypatch) -> None:
     copier.write_back([PageCopy(7, 3, 9, blocks), PageCopy(8, 4, 10, blocks)])
     assert copier.num_pending == 0
     assert copier.poll() == ([], [7, 8]) and copier.poll() == ([], [])
+
+
+def test_work_ahead_forks_from_the_compute_stream_and_is_joined(monkeypatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    side = ahead.SideStream(cuda.streams.Stream(None), most=2)
+    pieces = [lambda: cuda.log.append("one"), lambda: cuda.log.append("two")]
+    side.start(pieces)
+    assert cuda.log == [
+        ("compute", "records", 0),
+        ("side", "waits for", 0),
+        ("side", "is entered"),
+        "one",
+        ("side", "records", 1),
+        "two",
+        ("side", "records", 2),
+        ("side", "is left"),
+    ]
+    cuda.log.clear()
+    side.join(1)
+    side.join(0)
+    assert cuda.log == [("compute", "waits for", 2), ("compute", "waits for", 1)]
+
+
+def test_followers_hot_rows_are_fetched_when_their_leader_has_its_own(
+    monkeypatch,
+) -> None:
+    """And overflow rows just before their attention, as one set serves all layers."""
+    from vllm.v1.hisparse.runtime import parts
+
+    world = RuntimeWorld(drafts=3)
+    world.add("cold", [False] * 11 + [True], leased=True)
+    order: list = []
+    fetch_rows = parts.fetch_rows
+
+    def fetched(*args, part, **sizes) -> None:
+        order.append((args[4].data_ptr(), part.name))
+        fetch_rows(*args, part=part, **sizes)
+
+    monkeypatch.setattr(parts, "fetch_rows", fetched)
+    counts = {"cold": 4}
+    world.start(counts)
+    topk = world.draw(counts, 12)
+    unit = world.units[0]
+    joined: list[int] = []
+    unit._ahead.join = joined.append  # type: ignore[method-assign]
+    for layer in world.layers[: len(unit.unit.latents)]:
+        order.append("attention")
+        layer.attend(world.batch, topk, 1, lambda t, rows, v: rows)
+    names = [entry if entry == "attention" else entry[1] for entry in order]
+    behind = len(unit.unit.latents) - 1
+    assert names == [
+        "attention",
+        "ALL",
+        *["HOT"] * behind,
+        *["attention", "OVERFLOW"] * behind,
+    ]
+    assert joined == list(range(behind))
+    # Each follower's own bytes, in the order of the layers.
+    memories = [order[2 + i][0] for i in range(behind)]
+    assert memories == [order[3 + behind + 2 * i][0] for i in range(behind)]
+    assert len(set(memories)) == behind

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from ..capacity import PoolPlan
 from ..kernels.tensors import COUNTER_HITS, COUNTER_MISSES, COUNTER_OVERFLOW
 from ..messages import StepUpdate
+from ..runtime.ahead import Ahead, InOrder, SideStream
 from ..runtime.buffers import CounterReader, ResolverBuffers
 from ..runtime.copies import CopyEngine, PageCopier
 from ..runtime.cpu_copies import CpuCopies
@@ -60,9 +61,12 @@ class HiSparseWorker:
         device, tables = self.plan.device, block_tables.tables
         num_pages = tables.residency.page_frame.shape[1]
         self.buffers = ResolverBuffers(self.plan, num_pages, self.slab.device)
+        stream = None if self.slab.device.type == "cpu" else torch.cuda.Stream()
         self.units = [
-            UnitResolver(tables, self.buffers, index)
-            for index in range(len(device.units))
+            UnitResolver(
+                tables, self.buffers, index, _ahead(stream, len(unit.latents) - 1)
+            )
+            for index, unit in enumerate(device.units)
         ]
         self._counters = CounterReader(self.buffers)
         layers = self._config.compilation_config.static_forward_context
@@ -195,6 +199,10 @@ class _TouchProgress:
                 done / GIB,
                 total / GIB,
             )
+
+
+def _ahead(stream: torch.cuda.Stream | None, most: int) -> Ahead:
+    return InOrder() if stream is None else SideStream(stream, most)
 
 
 def _copy_engine(device: torch.device) -> CopyEngine:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.fetch import fetch_rows
+from ..kernels.fetch import FetchPart, fetch_rows
 from ..kernels.staged_rows import copy_pages
 from ..kernels.tensors import FetchPlan
 from ..layout import LatentPlace
 from .tables import ResidencyTables
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerMemory:
     """Where one latent layer's bytes lie.
 
@@ -61,7 +61,17 @@ class HotPart(Part):
     state_row: torch.Tensor
 
     def bring(self, layer: LayerMemory) -> None:
+        self.fetch(layer, FetchPart.ALL)
+
+    def fetch(self, layer: LayerMemory, part: FetchPart) -> None:
+        """Fetch a layer's rows, or some of them.
+
+        Hot rows may be fetched ahead of the layer. Overflow rows serve every layer in
+        turn, so they are fetched just before its attention (D23).
+        """
         tables = layer.tables
+        if part is FetchPart.OVERFLOW and not tables.plan.overflow_blocks:
+            return
         row_bytes = tables.plan.device.row_bytes
         fetch_rows(
             self.plan,
@@ -74,6 +84,7 @@ class HotPart(Part):
             layer_offset=layer.place.byte_offset,
             hot_rows=tables.plan.hot.hot_rows,
             block_size=tables.block_size,
+            part=part,
         )
 
 

@@ -7,13 +7,16 @@ bytes of the planned rows before its attention reads them.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from ..kernels.assign import assign
+from ..kernels.fetch import FetchPart
 from ..kernels.lookup import lookup
 from ..kernels.tensors import FetchPlan, new_fetch_plan
 from ..layout import IndexUnit
+from .ahead import Ahead
 from .batch import Batch, TailRequest
 from .buffers import ResolverBuffers
 from .parts import HotPart, LayerMemory, Part
@@ -44,16 +47,24 @@ class UnitResolver:
         tables: Residency of this rank.
         buffers: Shared by the units.
         index: The unit's place in the plan.
+        ahead: Fetches rows of followers ahead of them.
 
     Attributes:
         parts: What the leader resolved last.
+        followers: Memory of the layers behind the leader, in their order.
     """
 
     def __init__(
-        self, tables: ResidencyTables, buffers: ResolverBuffers, index: int
+        self,
+        tables: ResidencyTables,
+        buffers: ResolverBuffers,
+        index: int,
+        ahead: Ahead,
     ) -> None:
         self.unit: IndexUnit = tables.plan.device.units[index]
         self.parts: list[Part] = []
+        self.followers: list[LayerMemory] = []
+        self._ahead = ahead
         self._tables, self._buffers = tables, buffers
         self._hot_unit = tables.units[index]
         self._counters = buffers.counters[index]
@@ -86,6 +97,22 @@ class UnitResolver:
                 self._resolve_slowly(batch, topk, request, stride)
         if self._buffers.faults.device.type == "cpu":
             check_faults(self._buffers.faults.tolist())
+
+    def bring(self, part: Part, memory: LayerMemory) -> None:
+        """Bring a part's rows for one layer.
+
+        Only the first part is fetched ahead, that of decodes: those behind it may use
+        the same slots, one after the other.
+        """
+        if not isinstance(part, HotPart) or part is not self.parts[0]:
+            part.bring(memory)
+        elif memory in self.followers:
+            self._ahead.join(self.followers.index(memory))
+            part.fetch(memory, FetchPart.OVERFLOW)
+        else:
+            part.bring(memory)
+            hot = FetchPart.HOT
+            self._ahead.start([partial(part.fetch, f, hot) for f in self.followers])
 
     def _head(
         self, batch: Batch, topk: torch.Tensor, num_requests: int, stride: int
@@ -221,6 +248,8 @@ class LayerResolver:
         self, unit: UnitResolver, memory: LayerMemory, is_leader: bool
     ) -> None:
         self._unit, self._memory, self._is_leader = unit, memory, is_leader
+        if not is_leader:
+            unit.followers.append(memory)
         self._stack_index = unit.unit.stacks.index(memory.place.stack)
 
     def attend(
@@ -245,7 +274,7 @@ class LayerResolver:
         parts = self._unit.parts
         out: torch.Tensor | None = None
         for part in parts:
-            part.bring(self._memory)
+            self._unit.bring(part, self._memory)
             piece = attention(part.tokens, part.rows[self._stack_index], part.valid)
             if len(parts) == 1 and len(piece) == len(topk):
                 return piece
