@@ -129,10 +129,10 @@ def test_ranks_count_selected_rows_once_and_bytes_each(rank: int) -> None:
     worker = object.__new__(HiSparseWorker)
     worker.plan, worker.rank, worker.units = world.plan, rank, world.units
     worker.copier, worker._counters = copier, CounterReader(world.buffers)
-    world.buffers.counters[0, 0] = torch.tensor([5, 3, 2, 0, 1])
+    world.buffers.counters[0, 0] = torch.tensor([5, 3, 2, 4, 1])
     counted = worker.take_counters()
-    names = ("cache_hits", "cache_misses", "overflow_rows")
-    want = [5, 3, 2] if rank == 0 else [0, 0, 0]
+    names = ("cache_hits", "cache_misses", "overflow_rows", "shared_misses")
+    want = [5, 3, 2, 4] if rank == 0 else [0] * 4
     assert [counted[name] for name in names] == want
     unit = world.plan.device.units[0]
     row_bytes = world.plan.device.row_bytes

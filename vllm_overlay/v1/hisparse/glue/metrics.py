@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 COUNTERS = {
     "cache_hits": "Selected rows found in a hot buffer.",
     "cache_misses": "Selected rows fetched from the host pool.",
+    "shared_misses": "Misses that another query row of the request had as well.",
     "overflow_rows": "Fetched rows that found no place in the hot buffer.",
     "host_to_device_bytes": "Bytes of fetched rows and restored pages.",
     "device_to_host_bytes": "Bytes of pages written back to the host pool.",

@@ -11,7 +11,12 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from ..capacity import PoolPlan
-from ..kernels.tensors import COUNTER_HITS, COUNTER_MISSES, COUNTER_OVERFLOW
+from ..kernels.tensors import (
+    COUNTER_HITS,
+    COUNTER_MISSES,
+    COUNTER_OVERFLOW,
+    COUNTER_SHARED,
+)
 from ..messages import StepUpdate
 from ..runtime.ahead import Ahead, InOrder, SideStream
 from ..runtime.buffers import CounterReader, ResolverBuffers
@@ -113,6 +118,7 @@ class HiSparseWorker:
         for unit, counters in zip(self.units, by_unit, strict=True):
             totals["cache_hits"] += counters[COUNTER_HITS] * is_first
             totals["cache_misses"] += counters[COUNTER_MISSES] * is_first
+            totals["shared_misses"] += counters[COUNTER_SHARED] * is_first
             totals["overflow_rows"] += counters[COUNTER_OVERFLOW] * is_first
             rows = counters[COUNTER_MISSES] * len(unit.unit.latents)
             totals["host_to_device_bytes"] += rows * self.plan.device.row_bytes
