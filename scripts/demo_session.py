@@ -244,7 +244,7 @@ def run(settings: DemoSettings) -> None:
     build = Build.installed()
     port = free_port(settings.port)
     if settings.device is Device.CUDA and settings.hisparse is not HiSparse.OFF:
-        say("On a GPU HiSparse is refused at start-up for now: served once, without.")
+        say("No GPU has run HiSparse yet: served once, without it.")
     with work_folder(settings.keep) as folder:
         with step("making a small GLM with random weights"):
             make_tiny_glm(folder / "model", **vars(model_sizes(settings)))

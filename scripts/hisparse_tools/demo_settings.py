@@ -191,7 +191,7 @@ def parse_settings(
     )
     if settings.device is Device.CUDA and settings.hisparse is HiSparse.ON:
         raise ToolError(
-            "--hisparse is 'on', but on a GPU HiSparse is refused at start-up for now",
+            "--hisparse is 'on', but no GPU has run HiSparse yet",
             "add --device cpu, or leave --hisparse out",
         )
     if settings.context() > MAX_CONTEXT:

@@ -22,11 +22,11 @@ class RankHooks:
 
     def hisparse_delay(self, steps_by_rank: tuple[int, ...]) -> None:
         """Let each rank's write-backs complete late by its own number of steps."""
-        self._hisparse.copier.delay_steps = steps_by_rank[self._hisparse.rank]
+        self._hisparse.copier.engine.delay_steps = steps_by_rank[self._hisparse.rank]
 
     def hisparse_misses(self) -> int:
         """Rows that this rank fetched from its host pool so far."""
-        return sum(int(unit.counters[1]) for unit in self._hisparse.units)
+        return int(self._hisparse.buffers.counters[..., 1].sum())
 
     def hisparse_host_bytes(self) -> int:
         """Bytes of this rank's host pool."""

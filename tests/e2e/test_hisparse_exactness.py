@@ -192,6 +192,8 @@ def test_a_prompt_goes_on_over_pages_that_went_to_the_host(
             original(self, layer)
 
         monkeypatch.setattr(part, "bring", bring)
+    # Blocks lie idle here; pages must not come back into them.
+    monkeypatch.setattr(engine.residency, "restore_some", lambda: None)
     if capacity is not None:
         for unit in engine.worker.units:
             monkeypatch.setattr(unit._staging, "capacity", capacity)

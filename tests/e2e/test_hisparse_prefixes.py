@@ -176,3 +176,54 @@ def test_events_say_that_pages_are_in_main_memory(engine: Engine) -> None:
         pool.enable_kv_cache_events = False
     stored = [e for e in events if isinstance(e, (BlockStored, BlockRemoved))]
     assert stored and {event.medium for event in stored} == {"CPU"}
+
+
+def test_a_reset_that_is_refused_changes_nothing(
+    engine: Engine, oracle: Engine
+) -> None:
+    """One request runs on; another has just finished, its pages not copied yet."""
+    from vllm import SamplingParams
+
+    long, short = [5 + i % 200 for i in range(200)], [7 + i % 90 for i in range(40)]
+    assert engine.llm.reset_prefix_cache()
+    core = engine.llm.llm_engine
+    for name, prompt, tokens in (("900001", long, 40), ("900002", short, 1)):
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+    while not any(o.request_id == "900002" and o.finished for o in core.step()):
+        pass
+    assert engine.residency.num_pending > 0
+    assert not engine.llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    core.add_request("900003", {"prompt_token_ids": short}, params)
+    done = {}
+    while core.has_unfinished_requests():
+        done.update((o.request_id, o) for o in core.step() if o.finished)
+    (want,) = oracle.generate([short], 6)
+    assert done["900003"].num_cached_tokens == 32
+    assert tuple(done["900003"].outputs[0].token_ids) == want.tokens
+    engine.assert_drained()
+
+
+def test_a_reset_does_not_wait_for_copies(engine: Engine, oracle: Engine) -> None:
+    copies = engine.copier.engine
+    copies.delay_steps = 6
+    try:
+        assert engine.llm.reset_prefix_cache()
+        engine.generate([PROMPTS[0]], 3, forget=False)
+        assert engine.residency.num_pending > 0
+        assert engine.llm.reset_prefix_cache()
+        (got,) = engine.generate([PROMPTS[0]], 6, forget=False)
+    finally:
+        copies.delay_steps = 0
+    (want,) = oracle.generate([PROMPTS[0]], 6)
+    assert got.num_cached_tokens == 0 and got.same_output(want)
+    for _ in range(3):
+        engine.generate([PROMPTS[1]], 4, forget=False)
+    engine.assert_drained()
+
+
+def test_a_second_engine_of_a_process_is_refused(engine: Engine) -> None:
+    connector = engine.runner.kv_connector.kv_connector
+    with pytest.raises(RuntimeError, match="a second engine in one process"):
+        connector.register_kv_caches({})

@@ -313,8 +313,10 @@ class TestConnectors:
             {"kv": multi(OFFLOAD), "options": {"host_pool_gib": 2}},
             {"kv": OFFLOAD, "options": {"host_pool_gib": 2}},
             {"options": {"host_pool_gib": 2}, "kv_offloading_size": 1.0},
+            {"kv": transfer(2), "kv_offloading_size": 1.0},
+            {"kv": multi(transfer(2)), "kv_offloading_size": 1.0},
         ],
-        ids=["behind", "before", "published", "alone", "flag"],
+        ids=["behind", "before", "published", "alone", "flag", "ours", "multi"],
     )
     def test_the_cpu_tier_of_an_offloading_connector_joins_the_pool(
         self, model: str, given: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -332,6 +334,45 @@ class TestConnectors:
         (line,) = {r.getMessage() for r in caplog.records if "join the" in r.message}
         assert "the 1.00 GiB of OffloadingConnector join" in line
         assert "2.00 GiB, 3.00 GiB in all" in line
+
+    def test_another_backend_of_the_offloading_flag(self, model: str) -> None:
+        refuse(
+            model,
+            "--kv-offloading-backend is lmcache; allowed: native",
+            kv=transfer(2),
+            kv_offloading_size=1.0,
+            kv_offloading_backend="lmcache",
+        )
+
+    def test_what_else_was_given_of_the_connectors_stays(self, model: str) -> None:
+        kv = {**multi(transfer(2), OFFLOAD), "kv_load_failure_policy": "recompute"}
+        config = make_config(model, kv=kv)
+        assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        assert config.kv_transfer_config.kv_connector_extra_config == {}
+
+    def test_a_child_with_another_role(self, model: str) -> None:
+        kv = multi(transfer(1, role="kv_producer"))
+        refuse(model, f"kv_role of {NAME} is 'kv_producer'; allowed: 'kv_both'", kv=kv)
+
+    @pytest.mark.parametrize("tiers", [["disk"], {"type": "disk"}])
+    def test_tiers_of_odd_shapes(self, model: str, tiers: Any) -> None:
+        extra = {"cpu_bytes_to_use": GIB, "secondary_tiers": tiers}
+        offload = {**OFFLOAD, "kv_connector_extra_config": extra}
+        refuse(model, "given with disk; allowed", kv=multi(transfer(1), offload))
+
+    def test_keys_of_several_types(self, model: str) -> None:
+        refuse(model, "given with 'x', 1", kv=transfer(), options={1: 2, "x": 3})
+
+    def test_an_unknown_key_of_our_connector(self, model: str) -> None:
+        kv = transfer(1)
+        kv["kv_connector_extra_config"]["device_buffer_size"] = 64
+        refuse(
+            model,
+            "kv_connector_extra_config of HiSparseConnector is given with "
+            "'device_buffer_size'; allowed: host_pool_gib",
+            "belong into --attention-config",
+            kv=kv,
+        )
 
     def test_a_tiering_spec_without_other_tiers_joins_too(self, model: str) -> None:
         extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 2 * GIB}
@@ -415,6 +456,16 @@ class TestEngine:
             "the model runner is V1 (VLLM_USE_V2_MODEL_RUNNER=0); allowed: V2",
             kv=transfer(),
         )
+
+    def test_v1_runner_for_want_of_triton(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = make_config(model)
+        config.attention_config.hisparse_config = {"host_pool_gib": 1}
+        monkeypatch.setattr(glue, "HAS_TRITON", False)
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        with pytest.raises(ValueError, match="is V1 .Triton is not available.*INTERPR"):
+            glue.resolve(config)
 
     def test_hybrid_manager_off(self, model: str) -> None:
         refuse(

@@ -3,6 +3,7 @@
 """Memory planning in vLLM: tensors, block counts, limits, start-up (D6, D7, D14)."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +430,28 @@ class TestStartUp:
         ):
             assert part in line, (part, line)
         assert "\n" not in line
+
+    def test_the_line_says_when_each_rank_has_a_pool(self, glm: str) -> None:
+        (worker,) = configs(glm_config(glm), glm_specs(), int(24.5 * GIB))
+        line = startup_line(plan_of(worker), num_ranks=8)
+        assert "host pool 48.00 GiB on each of 8 ranks holds" in line
+
+    @pytest.mark.parametrize("rows, warns", [(4_096, False), (32_704, True)])
+    def test_a_lease_that_frees_nothing_is_said(
+        self, glm: str, monkeypatch: pytest.MonkeyPatch, rows: int, warns: bool
+    ) -> None:
+        said: list[str] = []
+        monkeypatch.setattr(
+            planning.logger, "warning_once", lambda t, *args: said.append(t % args)
+        )
+        (worker,) = configs(glm_config(glm), glm_specs(), int(24.5 * GIB))
+        plan = plan_of(worker)
+        sizes = replace(plan.hot, hot_rows=rows)
+        limits = replace(plan.limits, max_model_len=30_000)
+        planning._warn_of_useless_leases(replace(plan, hot=sizes, limits=limits))
+        assert bool(said) == warns
+        if warns:
+            assert "no page will live on the host only" in said[0]
 
     def test_device_numbers_are_recorded_and_the_line_logged(
         self, tiny: str, monkeypatch: pytest.MonkeyPatch

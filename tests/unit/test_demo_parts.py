@@ -137,7 +137,7 @@ class TestFlags:
             ),
             (["--device", "tpu"], "--device is 'tpu'; allowed are cuda, cpu"),
             (["--hisparse", "1"], "--hisparse is '1'; allowed are off, on, compare"),
-            (["--device", "cuda", "--hisparse", "on"], "on a GPU HiSparse is refused"),
+            (["--device", "cuda", "--hisparse", "on"], "no GPU has run HiSparse yet"),
             (["--trns", "2"], "unrecognized arguments: --trns"),
             (["--turns"], "--turns: expected one argument"),
             (["--prompt", " "], "--prompt is empty"),

@@ -431,3 +431,37 @@ def test_a_stall_gives_up_other_pages_when_their_owners_leave() -> None:
     assert core.num_free == 39 and not core.num_pending
     assert not core.acknowledge(transfer, [0])
     check_integrity(core)
+
+
+# --- found by breaking it -----------------------------------------------------------
+
+
+def test_a_lean_start_waits_when_making_room_takes_the_last_row() -> None:
+    core = Residency(
+        ResidencyConfig(num_blocks=40, num_stacks=2, lease_blocks=2, num_rows=1)
+    )
+    cached(core, range(1, 4), "old")
+    for transfer in run_pages(core, "fill", range(10, 21), 11):
+        core.acknowledge(transfer, [0])
+    core.append("fill", [30])
+    core.take_update()
+    assert core.choose_start([1, 2, 3], 1) is None
+    check_integrity(core)
+
+
+def test_forgetting_all_takes_the_hash_of_what_is_not_clean() -> None:
+    """Otherwise a hit would read a host page that was never written."""
+    unpublished: list[int] = []
+    held: list[int] = []
+    config = ResidencyConfig(
+        num_blocks=40, num_stacks=2, lease_blocks=4, num_rows=3, write_back_budget=1
+    )
+    core = Residency(config, held.append, held.remove, unpublished.append)
+    (transfer,) = run_pages(core, "a", range(1, 4), 2)
+    core.release("a", lambda page: page < 3)
+    core.forget_all()
+    assert sorted(unpublished) == [1, 2] and core.num_free == 39
+    assert core.abandoned_pages == held == [1]
+    core.acknowledge(transfer, [0])
+    assert not held and not core.abandoned_pages
+    check_integrity(core)

@@ -228,13 +228,15 @@ class ResidencyMachine(RuleBasedStateMachine):
         after = [(name, request.lease) for name, request in self.core._requests.items()]
         assert before == after
 
-    @precondition(lambda self: self.counter % 4 == 3)
+    @precondition(lambda self: self.counter % 4 == 3 and not self.requests)
     @rule()
     def reset_cache(self) -> None:
+        """All or nothing, as in vLLM: it is refused while anybody runs."""
         self.core.forget_all()
-        for page in self.host.pages:
-            if not page.references:
-                page.name = None
+        held = set(self.core.abandoned_pages)
+        for place, page in enumerate(self.host.pages):
+            assert bool(page.references) == (place in held)
+            page.name = None
 
     # --- the toy worker -----------------------------------------------------
 

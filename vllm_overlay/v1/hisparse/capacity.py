@@ -133,10 +133,22 @@ class PoolPlan:
         """Blocks of the one in-flight window of all requests together (D14)."""
         return self.resident_blocks(self.limits.window_tokens)
 
+    @property
+    def conversion_blocks(self) -> int:
+        """Blocks with which a growing request gets to give pages away (D12).
+
+        Before it does, more of its pages must be clean than its lease costs, while
+        the lease is still free and the window of unsealed pages is on the device.
+        """
+        clean = self.lease_blocks // self.device.num_stacks + 1
+        frames = clean * self.device.frame_blocks
+        return frames + self.lease_blocks + self.window_blocks
+
     def admission_blocks(self, tokens: int) -> int:
         """Blocks that must exist for one request of `tokens` tokens to be served."""
+        mixed = self.steady_blocks(tokens) + self.window_blocks
         return min(
-            self.steady_blocks(tokens) + self.window_blocks,
+            max(mixed, self.conversion_blocks),
             self.resident_blocks(tokens),
         )
 

@@ -6,13 +6,15 @@ from .capacity import PoolPlan
 from .settings import GIB
 
 
-def startup_line(pools: PoolPlan) -> str:
+def startup_line(pools: PoolPlan, num_ranks: int = 1) -> str:
     """What the server has room for, in one line.
 
     Args:
-        pools: the plan the server runs with.
+        pools: the plan that every rank runs with.
+        num_ranks: tensor-parallel ranks; each has pools of its own.
     """
     device = pools.device
+    each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     tokens = pools.limits.max_model_len
     return (
         f"HiSparse: device pool {_gib(pools.device_bytes)} "
@@ -20,7 +22,8 @@ def startup_line(pools: PoolPlan) -> str:
         f"{device.num_stacks} stacks of {device.layers_per_stack} layers) holds "
         f"{pools.device_tokens:,} resident tokens of {device.resident_token_bytes:,.0f}"
         f" B (ideal {device.ideal_token_bytes:,} B); "
-        f"host pool {_gib(pools.host_bytes)} holds {pools.host_tokens:,} tokens of "
+        f"host pool {_gib(pools.host_bytes)}{each} "
+        f"holds {pools.host_tokens:,} tokens of "
         f"{device.ideal_token_bytes:,} B; "
         f"hot lease {pools.lease_blocks:,} blocks, "
         f"{_mib(pools.lease_blocks * device.block_bytes)} "

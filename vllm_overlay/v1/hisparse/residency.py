@@ -260,12 +260,12 @@ class Residency:
         # Making room takes evictable frames, maybe of these hits: then they cost
         # more, and one more turn pays for it.
         for _ in range(2):
-            if start is Start.LEAN and not self._free_rows:
-                return None
             if not self.make_room(new + self.cost_of_hits(page_ids, start)):
                 return None
             if self.num_free >= new + self.cost_of_hits(page_ids, start):
-                return start
+                # Making room may have given the last row away.
+                has_row = start is Start.WHOLE or bool(self._free_rows)
+                return start if has_row else None
         return None
 
     def cost_of_hits(self, page_ids: Iterable[int], start: Start = Start.WHOLE) -> int:
@@ -479,11 +479,22 @@ class Residency:
             self._drop(page)
 
     def forget_all(self) -> None:
-        """Drop every page that no request owns and no copy in flight reads."""
+        """Drop every page, before the prefix cache is reset; nobody owns any.
+
+        A page that is not clean loses its hash first, so that it is found by nobody
+        even if the reset fails (R7).
+        """
+        assert not self._requests, list(self._requests)
         for page in list(self._pages.values()):
-            if not page.owners and page.state is not PageState.PENDING:
-                self._cancel(page)
+            if page.state is PageState.CLEAN:
                 self._drop(page)
+            else:
+                self._give_up(page)
+
+    @property
+    def abandoned_pages(self) -> list[int]:
+        """Host pages that a copy may still write, though nobody waits for it."""
+        return [page_id for page_id, _ in self._abandoned.values()]
 
     # --- copies ---------------------------------------------------------------
 

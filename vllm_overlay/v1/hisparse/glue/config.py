@@ -6,12 +6,12 @@
 `HiSparseSettings` afterwards. It is None exactly where HiSparse is off (R9).
 """
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 
 from ..host_memory import available_ram_bytes
 from ..layout import ROW_ALIGNMENT
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
+
+MOST_GIB = 1 << 40
+"""More than any machine has; beyond it numbers stop being exact."""
 
 CUDA_BLOCK_SIZE = 64
 """The only page of the indexer's and FlashMLA's CUDA kernels."""
@@ -146,11 +149,11 @@ def _options(given: Any) -> dict[str, Any]:
             "a JSON object",
             "write --attention-config '{\"hisparse_config\": {...}}'",
         )
-    unknown = sorted(set(given) - set(_KEYS))
+    unknown = sorted(map(repr, set(given) - set(_KEYS)))
     if unknown:
         raise refusal(
             "hisparse_config",
-            f"given with {', '.join(map(repr, unknown))}",
+            f"given with {', '.join(unknown)}",
             ", ".join(_KEYS),
             "correct or remove the key",
         )
@@ -177,11 +180,15 @@ def _check_platform() -> None:
 def _check_runner(vllm_config: "VllmConfig") -> None:
     if not vllm_config.use_v2_model_runner:
         reasons = vllm_config._get_v2_model_runner_unsupported_features()
+        remedy = "unset VLLM_USE_V2_MODEL_RUNNER, and switch off what needs V1"
+        if not HAS_TRITON:
+            reasons = ["Triton is not available"]
+            remedy = "install Triton; on the CPU also set TRITON_INTERPRET=1"
         raise refusal(
             "the model runner",
             f"V1 ({', '.join(reasons) or 'VLLM_USE_V2_MODEL_RUNNER=0'})",
             "V2",
-            "unset VLLM_USE_V2_MODEL_RUNNER, and switch off what needs V1",
+            remedy,
         )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise refusal(
@@ -289,7 +296,7 @@ def _device_buffer_size(
 
 def _host_pool_gib(setting: str, value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
+    if not number or not 0 < value <= MOST_GIB:
         raise refusal(
             setting,
             repr(value),

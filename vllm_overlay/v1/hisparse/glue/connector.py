@@ -167,6 +167,12 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         assert isinstance(self._kv_cache_config, HiSparseKVCacheConfig)
         assert self._kv_cache_config.plan is not None
+        if self._worker is not None:
+            # vLLM hands the same connector to the second engine of a process.
+            raise RuntimeError(
+                "HiSparse: a second engine in one process; allowed: one. Remedy: shut "
+                "the first one down, or run them in processes of their own"
+            )
         self._worker = HiSparseWorker(
             self._vllm_config,
             self._kv_cache_config.plan,

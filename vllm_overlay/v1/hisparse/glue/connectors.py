@@ -8,6 +8,7 @@ the host pool instead, and launch scripts with both keep working.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from vllm.config.kv_transfer import KVTransferConfig
@@ -18,6 +19,10 @@ from ..settings import CONNECTOR_NAME, GIB, refusal
 logger = init_logger(__name__)
 
 ABSORBED = "OffloadingConnector"
+EXTRA = "kv_connector_extra_config"
+
+MOST_BYTES = 1 << 70
+"""More than any machine has."""
 
 _CPU_TIER_SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 
@@ -33,7 +38,53 @@ def connectors(
         yield transfer.kv_connector, extra
         return
     for child in extra.get("connectors", []):
-        yield child.get("kv_connector"), child.get("kv_connector_extra_config") or {}
+        role = child.get("kv_role", transfer.kv_role)
+        if role != transfer.kv_role:
+            raise refusal(
+                f"kv_role of {child.get('kv_connector')}",
+                repr(role),
+                f"{transfer.kv_role!r}, that of its MultiConnector",
+                f"set it to {transfer.kv_role!r}",
+            )
+        own = child.get(EXTRA) or {}
+        if not isinstance(own, dict):
+            raise refusal(
+                f"{EXTRA} of {child.get('kv_connector')}",
+                repr(own),
+                "a JSON object",
+                'write {"host_pool_gib": ...}',
+            )
+        yield child.get("kv_connector"), own
+
+
+def with_offloading(
+    transfer: KVTransferConfig, size_gib: float, backend: str
+) -> KVTransferConfig:
+    """Connectors with what ``--kv-offloading-size`` asks for beside ours.
+
+    Args:
+        transfer: Ours, alone or in a MultiConnector.
+        size_gib: Main memory to offload to.
+        backend: ``--kv-offloading-backend``; only vLLM's own can join.
+    """
+    if backend != "native":
+        raise refusal(
+            "--kv-offloading-backend",
+            backend,
+            "native, whose memory joins the host pool",
+            "remove --kv-offloading-size, and raise host_pool_gib instead",
+        )
+    extra = {"cpu_bytes_to_use": size_gib * GIB}
+    children = [
+        {"kv_connector": own, "kv_role": transfer.kv_role, EXTRA: given}
+        for own, given in connectors(transfer)
+    ]
+    children.append({"kv_connector": ABSORBED, "kv_role": "kv_both", EXTRA: extra})
+    return replace(
+        transfer,
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={"connectors": children},
+    )
 
 
 def host_pool(
@@ -54,6 +105,15 @@ def host_pool(
             "one",
             "keep one, with the sum of the pools as its host_pool_gib",
         )
+    for extra in ours:
+        if unknown := sorted(set(extra) - {"host_pool_gib"}):
+            raise refusal(
+                f"{EXTRA} of {CONNECTOR_NAME}",
+                f"given with {', '.join(map(repr, unknown))}",
+                "host_pool_gib",
+                "correct or remove the key; device_buffer_size and transfer_timeout_s "
+                "belong into --attention-config '{\"hisparse_config\": {...}}'",
+            )
     if others:
         raise refusal(
             "kv_transfer_config",
@@ -101,10 +161,12 @@ def absorbed_gib(transfer: KVTransferConfig | None) -> float:
 
 
 def _cpu_tier_gib(extra: dict[str, Any]) -> float:
-    spec = extra.get("spec_name", _CPU_TIER_SPECS[0])
+    spec = str(extra.get("spec_name", _CPU_TIER_SPECS[0]))
     tiers = extra.get("secondary_tiers") or []
     if spec not in _CPU_TIER_SPECS or tiers:
-        names = [str(tier.get("type", tier)) for tier in tiers] or [spec]
+        listed = tiers if isinstance(tiers, list) else [tiers]
+        names = [str(t.get("type", t) if isinstance(t, dict) else t) for t in listed]
+        names = names or [spec]
         raise refusal(
             f"{ABSORBED} beside HiSparse",
             f"given with {', '.join(names)}",
@@ -114,7 +176,7 @@ def _cpu_tier_gib(extra: dict[str, Any]) -> float:
         )
     size: Any = extra.get("cpu_bytes_to_use")
     is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-    if not is_number or not 0 < size < float("inf"):
+    if not is_number or not 0 < size <= MOST_BYTES:
         raise refusal(
             f"cpu_bytes_to_use of {ABSORBED}",
             repr(size),
@@ -145,4 +207,9 @@ def keep_ours(
         )
     elif transfer is not None and transfer.kv_connector is not None:
         return transfer
-    return KVTransferConfig(kv_connector=CONNECTOR_NAME, kv_role="kv_both")
+    return replace(
+        transfer or KVTransferConfig(),
+        kv_connector=CONNECTOR_NAME,
+        kv_role="kv_both",
+        kv_connector_extra_config={},
+    )

@@ -251,9 +251,22 @@ class HiSparseManager(FullAttentionManager):
             if isinstance(event, (BlockStored, BlockRemoved)):
                 event.medium = MEDIUM_CPU
 
-    def forget_cached(self) -> None:
-        """Drop device copies of cached prefixes, before the cache is reset."""
+    def reset_prefix_cache(self) -> bool:
+        """Reset the host pool's prefix cache, and drop the device's copies.
+
+        A reset that is refused changes nothing. Copies under way do not stand in its
+        way: their host pages count as free for the moment of the reset.
+        """
+        if self._known:
+            return self.block_pool.reset_prefix_cache()
         self.residency.forget_all()
+        held = self.residency.abandoned_pages
+        for page_id in held:
+            self._unhold_page(page_id)
+        is_reset = self.block_pool.reset_prefix_cache()
+        for page_id in held:
+            self._hold_page(page_id)
+        return is_reset
 
 
 def register() -> None:

@@ -18,8 +18,8 @@ COUNTERS = {
     "cache_misses": "Selected rows fetched from the host pool.",
     "shared_misses": "Misses that another query row of the request had as well.",
     "overflow_rows": "Fetched rows that found no place in the hot buffer.",
-    "host_to_device_bytes": "Bytes of fetched rows and restored pages.",
-    "device_to_host_bytes": "Bytes of pages written back to the host pool.",
+    "host_to_device_bytes": "Bytes of fetched rows and restored pages, all ranks.",
+    "device_to_host_bytes": "Bytes of pages written back to host pools, all ranks.",
 }
 # Known to the scheduler; the latest value counts.
 GAUGES = {

@@ -273,7 +273,8 @@ def record_capacity(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
     vllm_config.cache_config.kv_cache_max_concurrency = max_concurrency(
         vllm_config, config
     )
-    logger.info_once("%s", startup_line(pools))
+    logger.info_once("%s", startup_line(pools, config.num_ranks))
+    _warn_of_useless_leases(pools)
     if pools.host_tokens < pools.device_tokens:
         logger.warning_once(
             "HiSparse: the host pool holds %s tokens and the device pool %s: the "
@@ -282,6 +283,21 @@ def record_capacity(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
             f"{pools.device_tokens:,}",
             _gib_for(vllm_config, pools, pools.device_tokens),
         )
+
+
+def _warn_of_useless_leases(pools: PoolPlan) -> None:
+    """Say when no request can ever give pages away (D12)."""
+    longest = min(pools.limits.max_model_len, pools.host_tokens)
+    whole = min(pools.resident_blocks(longest), pools.usable_blocks)
+    if pools.lease_blocks < whole:
+        return
+    logger.warning_once(
+        "HiSparse: a hot lease is %s blocks and a request has at most %s on the "
+        "device: no page will live on the host only. Lower hisparse_config.device_buffer_size, "
+        "or raise --max-model-len or the device memory.",
+        f"{pools.lease_blocks:,}",
+        f"{whole:,}",
+    )
 
 
 # -- limits ----------------------------------------------------------------------------
