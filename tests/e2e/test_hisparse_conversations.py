@@ -68,7 +68,7 @@ def with_ample_memory(engines: Engines) -> list[list]:
 def test_turns_start_from_what_the_host_has(
     engines: Engines, with_ample_memory: list[list], name: str
 ) -> None:
-    options = {"alone": CONNECTOR, "as published": PUBLISHED}[name]
+    options: dict = {"alone": CONNECTOR, "as published": PUBLISHED}[name]
     engine = engines.get(**small_budget("fp32", 16), **options)
     residency = engine.residency
     host_hits = residency.num_host_hits

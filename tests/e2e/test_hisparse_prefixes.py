@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Prefix hits on host pages: what is recomputed, shared and announced (D9, D15, R7)."""
 
+from typing import Any
+
 import pytest
 
 from engines import Engine, Engines
@@ -196,7 +198,7 @@ def test_a_reset_that_is_refused_changes_nothing(
     assert not engine.llm.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     core.add_request("900003", {"prompt_token_ids": short}, params)
-    done = {}
+    done: dict[str, Any] = {}
     while core.has_unfinished_requests():
         done.update((o.request_id, o) for o in core.step() if o.finished)
     (want,) = oracle.generate([short], 6)

@@ -293,8 +293,8 @@ def _warn_of_useless_leases(pools: PoolPlan) -> None:
         return
     logger.warning_once(
         "HiSparse: a hot lease is %s blocks and a request has at most %s on the "
-        "device: no page will live on the host only. Lower hisparse_config.device_buffer_size, "
-        "or raise --max-model-len or the device memory.",
+        "device: no page will live on the host only. Lower "
+        "hisparse_config.device_buffer_size, or raise --max-model-len or the device memory.",
         f"{pools.lease_blocks:,}",
         f"{whole:,}",
     )
