@@ -7,6 +7,8 @@ behind it. The device holds a fraction of them. Every turn starts from what the 
 still has, and its output is that of HiSparse off with ample memory.
 """
 
+from typing import Any
+
 import pytest
 
 from engines import Engine, Engines
@@ -14,7 +16,7 @@ from test_hisparse_exactness import CONNECTOR, FORMATS, small_budget
 
 # As published with the feature: the pool in hisparse_config, and a connector beside it
 # whose CPU tier joins it. Three to one, as 384 GiB to 128.
-PUBLISHED = {
+PUBLISHED: dict[str, Any] = {
     "attention_config": {"hisparse_config": {"host_pool_gib": 0.03}},
     "kv_transfer_config": {
         "kv_connector": "MultiConnector",
@@ -68,7 +70,7 @@ def with_ample_memory(engines: Engines) -> list[list]:
 def test_turns_start_from_what_the_host_has(
     engines: Engines, with_ample_memory: list[list], name: str
 ) -> None:
-    options: dict = {"alone": CONNECTOR, "as published": PUBLISHED}[name]
+    options = {"alone": CONNECTOR, "as published": PUBLISHED}[name]
     engine = engines.get(**small_budget("fp32", 16), **options)
     residency = engine.residency
     host_hits = residency.num_host_hits

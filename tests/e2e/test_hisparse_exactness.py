@@ -7,6 +7,7 @@ cold pages go to the host and everybody keeps running.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ TEXT = (
 LENGTHS = (163, 20, 151, 147, 158, 139)
 PROMPTS = [(TEXT * 2)[start : start + n] for start, n in enumerate(LENGTHS)]
 
-CONNECTOR = {
+CONNECTOR: dict[str, Any] = {
     "kv_transfer_config": {
         "kv_connector": "HiSparseConnector",
         "kv_role": "kv_both",

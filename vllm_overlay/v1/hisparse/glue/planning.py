@@ -294,7 +294,7 @@ def _warn_of_useless_leases(pools: PoolPlan) -> None:
     logger.warning_once(
         "HiSparse: a hot lease is %s blocks and a request has at most %s on the "
         "device: no page will live on the host only. Lower "
-        "hisparse_config.device_buffer_size, or raise --max-model-len or the device memory.",
+        "hisparse_config.device_buffer_size, or raise --max-model-len or the memory.",
         f"{pools.lease_blocks:,}",
         f"{whole:,}",
     )
