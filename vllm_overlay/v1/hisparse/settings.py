@@ -20,6 +20,9 @@ DEFAULT_TRANSFER_TIMEOUT_S = 60.0
 
 GIB = 1 << 30
 
+MOST_GIB = 1 << 40
+"""More than any machine has; beyond it numbers stop being exact."""
+
 
 @dataclass(frozen=True)
 class HiSparseSettings:

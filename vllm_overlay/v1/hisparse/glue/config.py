@@ -20,6 +20,7 @@ from ..settings import (
     GIB,
     MAX_HOT_ROWS,
     MAX_SELECTED_ROWS,
+    MOST_GIB,
     HiSparseSettings,
     refusal,
 )
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
-
-MOST_GIB = 1 << 40
-"""More than any machine has; beyond it numbers stop being exact."""
 
 CUDA_BLOCK_SIZE = 64
 """The only page of the indexer's and FlashMLA's CUDA kernels."""

@@ -14,15 +14,14 @@ from typing import Any
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.logger import init_logger
 
-from ..settings import CONNECTOR_NAME, GIB, refusal
+from ..settings import CONNECTOR_NAME, GIB, MOST_GIB, refusal
 
 logger = init_logger(__name__)
 
 ABSORBED = "OffloadingConnector"
 EXTRA = "kv_connector_extra_config"
 
-MOST_BYTES = 1 << 70
-"""More than any machine has."""
+MOST_BYTES = MOST_GIB * GIB
 
 _CPU_TIER_SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 

@@ -34,6 +34,11 @@ class ByteRanges:
         """Bytes of the whole batch."""
         return int(self.sizes.sum())
 
+    def split(self, count: int) -> list["ByteRanges"]:
+        """Cut into so many batches of the same length."""
+        arrays = (self.sources, self.targets, self.sizes)
+        return [ByteRanges(*p) for p in zip(*(np.split(a, count) for a in arrays))]
+
     def reversed(self) -> "ByteRanges":
         """The same ranges, copied the other way."""
         return ByteRanges(self.targets, self.sources, self.sizes)
@@ -42,12 +47,12 @@ class ByteRanges:
 class CopyEngine(Protocol):
     """Moves bytes; see `cpu_copies` and `stream_copies`."""
 
-    def start(self, transfer_ids: list[int], ranges: list[ByteRanges]) -> None:
+    def start(self, transfer_ids: list[int], ranges: ByteRanges) -> None:
         """Begin copies that read what earlier steps wrote on the device.
 
         Args:
             transfer_ids: Names of the copies.
-            ranges: Byte ranges of each.
+            ranges: Byte ranges of all of them, in their order, as many for each.
         """
 
     def run(self, ranges: ByteRanges) -> None:
@@ -102,9 +107,9 @@ class PageCopier:
         """Start to copy pages to the host."""
         if not copies:
             return
-        ranges = [self._device_to_host([copy]) for copy in copies]
+        ranges = self._device_to_host(copies)
         self.engine.start([copy.transfer_id for copy in copies], ranges)
-        self._written_bytes += sum(r.num_bytes for r in ranges)
+        self._written_bytes += ranges.num_bytes
 
     def restore(self, copies: list[PageCopy]) -> None:
         """Copy pages, or parts of them, to the device before the step's forward."""

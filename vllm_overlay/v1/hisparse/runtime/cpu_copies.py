@@ -35,10 +35,10 @@ class CpuCopies:
         self.fails: Callable[[int], bool] = _no
         self.never: Callable[[int], bool] = _no
 
-    def start(self, transfer_ids: list[int], ranges: list[ByteRanges]) -> None:
+    def start(self, transfer_ids: list[int], ranges: ByteRanges) -> None:
         """See `CopyEngine`."""
         due = self._step + self.delay_steps
-        for transfer_id, own in zip(transfer_ids, ranges, strict=True):
+        for transfer_id, own in zip(transfer_ids, ranges.split(len(transfer_ids))):
             self._pending[transfer_id] = (due, own)
 
     def run(self, ranges: ByteRanges) -> None:

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from ..layout import DevicePlan
+from ..settings import GIB
 
 TOUCH_CHUNK_BYTES = 1 << 30
-GIB = 1 << 30
 
 
 class Registrar(Protocol):

@@ -33,15 +33,10 @@ class StreamCopies:
         self._pending: deque[tuple[list[int], torch.cuda.Event, tuple]] = deque()
         self._failed: list[int] = []
 
-    def start(self, transfer_ids: list[int], ranges: list[ByteRanges]) -> None:
+    def start(self, transfer_ids: list[int], ranges: ByteRanges) -> None:
         """See `CopyEngine`."""
-        whole = ByteRanges(
-            np.concatenate([r.sources for r in ranges]),
-            np.concatenate([r.targets for r in ranges]),
-            np.concatenate([r.sizes for r in ranges]),
-        )
         try:
-            event, arguments = self._submit(whole)
+            event, arguments = self._submit(ranges)
         except RuntimeError:
             # Not accepted: nothing of it runs. A broken device fails elsewhere too.
             self._failed += transfer_ids
