@@ -7,6 +7,8 @@ answers that outgrow the cache preempt. With it nothing is preempted, nobody wai
 memory, and no bit of any answer changes.
 """
 
+import itertools
+import re
 from dataclasses import dataclass
 from statistics import mean
 
@@ -109,3 +111,38 @@ def test_requests_that_would_be_preempted_keep_running(off: Engine, on: Engine) 
     assert with_hisparse.preempted == 0
     assert with_hisparse.most_running == len(PROMPTS)
     assert with_hisparse.mean_running > 1.5 * without.mean_running
+
+
+@pytest.mark.parametrize("hot_rows", [64, 128])
+def test_the_smallest_pool_that_start_up_allows_serves_the_longest_request(
+    engines: Engines, hot_rows: int
+) -> None:
+    """Without prefix caching: a preempted request would start from zero, for ever."""
+    longest, answer = 192, 27
+    sizes = {"device_buffer_size": hot_rows}
+    options = {
+        **FORMATS["fp32"],
+        **CONNECTOR,
+        "attention_config": {"hisparse_config": sizes},
+        "block_size": 16,
+        "max_model_len": longest,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+    }
+    with pytest.raises(ValueError, match="at least [0-9]+ blocks") as refusal:
+        engines.get(**options, num_gpu_blocks_override=2)
+    (least,) = re.findall("at least ([0-9]+) blocks", str(refusal.value))
+    engine = engines.get(**options, num_gpu_blocks_override=int(least))
+    prompt = (TEXT * 2)[: longest - answer - 1]
+    steps = itertools.count()
+
+    def take_no_more_steps_than_tokens() -> None:
+        assert next(steps) < longest, "it is preempted again and again"
+
+    (got,) = engine.generate(
+        [prompt], answer, forget=False, each_step=take_no_more_steps_than_tokens
+    )
+    assert engine.num_preemptions == 0
+    (want,) = engines.get(**FORMATS["fp32"]).alone([prompt], answer)
+    assert got.same_output(want)

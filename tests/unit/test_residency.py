@@ -148,10 +148,28 @@ def test_admission_counts_steady_state_and_one_window() -> None:
     core.add_request("a", 20)
     core.append("a", range(1, 21))
     # 20 pages: 20 indexers, the lease, two tail frames: 30 blocks at steady state.
-    assert core.config.steady_blocks(20) == 30
+    assert core.config.conversion_gain(20) == 20 * 3 - 30
     assert core.can_admit(20)
     assert core.can_admit(49)
     assert not core.can_admit(50)
+
+
+def test_admission_counts_no_more_conversions_than_there_are_rows() -> None:
+    core = make(150, num_rows=2)
+    for name in "ab":
+        core.add_request(name, 20)
+    # Two of them at steady state take 60 blocks, and one that stays whole 60 more.
+    assert core.can_admit(20)
+    core.add_request("c", 20)
+    assert not core.can_admit(20)
+    # A row counts for who holds it, the free ones for those that gain most.
+    core.release("b", lambda page: False)
+    core._grant_lease(core._requests["c"])
+    assert core.can_admit(20)
+    core._grant_lease(core._requests["a"])
+    assert not core.can_admit(45)
+    core.release("c", lambda page: False)
+    assert core.can_admit(45)
 
 
 def test_acknowledgement_of_unknown_or_finished_transfer_is_ignored() -> None:

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import nlargest
 
 from .messages import INDEXER_ONLY, HotLease, PageCopy, RequestUpdate, StepUpdate
 from .pool import NULL_BLOCK, BlockAllocator
@@ -140,10 +141,10 @@ class ResidencyConfig:
         """Blocks of a whole frame."""
         return 1 + self.num_stacks
 
-    def steady_blocks(self, num_pages: int) -> int:
-        """Blocks that a request of so many pages can be brought down to."""
+    def conversion_gain(self, num_pages: int) -> int:
+        """Blocks that a decoding request of so many pages can do without."""
         mixed = num_pages + self.lease_blocks + self.tail_pages * self.frame_blocks
-        return min(num_pages * self.frame_blocks, mixed)
+        return max(0, num_pages * self.frame_blocks - mixed)
 
 
 def _ignore(page_id: int) -> None:
@@ -191,7 +192,6 @@ class Residency:
         # Host pages that a copy may still write, though nobody waits for it.
         self._abandoned: dict[int, tuple[int, set[int]]] = {}
         self._next_transfer = 0
-        self._promised_blocks = 0
         self._promised_pages = 0
         self._num_owned = dict.fromkeys(Place, 0)
         self._update = StepUpdate()
@@ -230,15 +230,27 @@ class Residency:
     def can_admit(self, num_pages: int) -> bool:
         """Whether a request of so many pages fits at steady state (D14).
 
-        Every admitted request counts with what it can be brought down to; the
-        pages that steps in flight write count once for all of them. What fits whole
-        needs neither.
+        Every admitted request counts with what it can be brought down to while there
+        is a row for its lease; the pages that steps in flight write count once for
+        all of them. What fits whole needs neither.
         """
         config = self.config
-        steady = self._promised_blocks + config.steady_blocks(num_pages)
-        steady += config.window_pages * config.num_stacks
         whole = (self._promised_pages + num_pages) * config.frame_blocks
-        return not self._requests or min(steady, whole) < config.num_blocks
+        if not self._requests or whole < config.num_blocks:
+            return True
+        window = config.window_pages * config.num_stacks
+        return whole + window - self._most_gain(num_pages) < config.num_blocks
+
+    def _most_gain(self, num_pages: int) -> int:
+        """Blocks to be had by conversion, beside a new request of so many pages."""
+        gain, gains = 0, [self.config.conversion_gain(num_pages)]
+        for request in self._requests.values():
+            own = self.config.conversion_gain(request.num_promised)
+            if request.lease is None:
+                gains.append(own)
+            else:
+                gain += own
+        return gain + sum(nlargest(len(self._free_rows), gains))
 
     def choose_start(self, page_ids: list[int], num_new: int) -> Start | None:
         """Make room for a request that begins on pages with its prefix (D12, D13).
@@ -337,7 +349,6 @@ class Residency:
         assert request_id not in self._requests, request_id
         request = RequestPages(request_id, num_promised)
         self._requests[request_id] = request
-        self._promised_blocks += self.config.steady_blocks(num_promised)
         self._promised_pages += num_promised
         self._update.requests[request_id] = RequestUpdate(start=0)
 
@@ -424,7 +435,6 @@ class Residency:
                 its frame until it is clean (R7); another dirty one loses it.
         """
         request = self._requests.pop(request_id)
-        self._promised_blocks -= self.config.steady_blocks(request.num_promised)
         self._promised_pages -= request.num_promised
         self._update.requests.pop(request_id, None)
         if request.lease is not None:

@@ -39,6 +39,7 @@ def residency_config(plan: PoolPlan, num_ranks: int = 1) -> ResidencyConfig:
         num_stacks=plan.device.num_stacks,
         lease_blocks=plan.lease_blocks,
         num_rows=plan.mixed_rows,
+        tail_pages=plan.tail_pages,
         window_pages=plan.pages(plan.limits.window_tokens),
         num_ranks=num_ranks,
     )
