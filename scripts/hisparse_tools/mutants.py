@@ -16,7 +16,7 @@ from .errors import ToolError
 from .paths import Project
 from .pins import load_toml
 
-_COPIED = ("scripts", "tests", "ci", "patches", "vllm_overlay")
+_COPIED = ("bench", "ci", "docs", "patches", "scripts", "tests", "vllm_overlay")
 _COPIED_FILES = (
     "README.md",
     "noxfile.py",
