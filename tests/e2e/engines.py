@@ -137,16 +137,18 @@ class Engine:
         """No block, page, transfer or reference is left held."""
         from vllm.v1.hisparse.integrity import check_integrity
 
-        engine = self.llm.llm_engine
+        engine, scheduler = self.llm.llm_engine, self.core.scheduler
         for _ in range(60):
-            if not self.residency.num_pending:
+            # vLLM gives pages of the last step back when it has seen its output.
+            if not self.residency.num_pending and not scheduler.deferred_frees:
                 break
             engine.step()
         check_integrity(self.residency)
         assert self.residency.num_pending == 0
         assert self.residency.num_free == self.residency.config.num_blocks - 1
-        pool = self.core.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        pool = scheduler.kv_cache_manager.block_pool
+        held = {b.block_id: b.ref_cnt for b in pool.blocks[1:] if b.ref_cnt}
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, held
 
     def blocks_of_next(self, prompt: str) -> list[int]:
         """Block ids that `prompt` gets when it is prefilled from an empty cache.

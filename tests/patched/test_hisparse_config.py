@@ -507,6 +507,27 @@ class TestEngine:
         with pytest.raises(ValueError, match="--enable-sleep-mode is on; allowed: off"):
             glue.resolve(config)
 
+    def test_adaptive_verification(self, model: str) -> None:
+        drafts = {"method": "mtp", "num_speculative_tokens": 3}
+        config = make_config(model, speculative_config=drafts)
+        config.attention_config.hisparse_config = {"host_pool_gib": 1}
+        config.speculative_config.enable_adaptive_verification = True
+        with pytest.raises(ValueError, match="enable_adaptive_verification is on; all"):
+            glue.resolve(config)
+
+    @pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+    def test_drafts_that_the_v2_runner_does_not_know(
+        self, model: str, method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        drafts = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+        refuse(
+            model,
+            "the model runner is V1 (ngram/ngram_gpu speculative decoding); allowed",
+            kv=transfer(),
+            speculative_config=drafts,
+        )
+
     @pytest.mark.parametrize("dtype", ["fp8_e5m2", "nvfp4", "int8_per_token_head"])
     def test_cache_dtype(self, model: str, dtype: str) -> None:
         config = make_config(model)

@@ -6,6 +6,7 @@ Pure Python, standard library only.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 CONNECTOR_NAME = "HiSparseConnector"
 """Name in `--kv-transfer-config`."""
@@ -52,3 +53,17 @@ def refusal(setting: str, value: object, allowed: str, remedy: str) -> ValueErro
     return ValueError(
         f"HiSparse: {setting} is {value}; allowed: {allowed}. Remedy: {remedy}."
     )
+
+
+def positive_number(
+    setting: str, value: object, unit: str, remedy: str, most: float = inf
+) -> float:
+    """A setting that is a number above 0, and no more than `most`.
+
+    Raises:
+        ValueError: it is none; a boolean is none either.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= most:  # type: ignore[operator]
+        raise refusal(setting, repr(value), f"a number of {unit} above 0", remedy)
+    return float(value)  # type: ignore[arg-type]

@@ -25,6 +25,8 @@ class HiSparseBlockTables(BlockTables):
         tables: Residency by state row.
         batch: The requests of the current forward pass.
         next_shape: Shape of the step that is being prepared.
+        drafts_repeat_step: Whether the drafter runs over all tokens of the step, as
+            one of several modules does, and not over one token of each request.
     """
 
     def __init__(self, *args, plan: PoolPlan, **kwargs) -> None:
@@ -42,6 +44,7 @@ class HiSparseBlockTables(BlockTables):
             self.max_num_reqs, self.max_num_batched_tokens, self.block_tables[0].gpu
         )
         self.next_shape: StepShape = ANY_STEP
+        self.drafts_repeat_step = False
         self._is_step_new = False
         self._stack_table: torch.Tensor | None = None
         self._stack_of_table: int | None = None
@@ -72,8 +75,8 @@ class HiSparseBlockTables(BlockTables):
     ) -> torch.Tensor:
         """Compute where each token is written, by indexers and stacks."""
         slot_mappings = self.slot_mappings if out is None else out
-        if not self._is_step_new:
-            # A drafter goes on with the requests of the step, one token each.
+        if not self._is_step_new and not self.drafts_repeat_step:
+            # The drafter goes on with the requests of the step, one token each.
             self.batch.shape = self.batch.shape.decoding()
         self._is_step_new = False
         self.batch.set_query_start(query_start_loc[: len(idx_mapping) + 1])

@@ -22,6 +22,7 @@ from ..settings import (
     MAX_SELECTED_ROWS,
     MOST_GIB,
     HiSparseSettings,
+    positive_number,
     refusal,
 )
 from .connectors import absorbed_gib, host_pool, keep_ours
@@ -225,6 +226,15 @@ def _check_engine(vllm_config: "VllmConfig") -> None:
             "remove it: a sleeping engine drops device memory that the host pool's "
             "bookkeeping still refers to",
         )
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.enable_adaptive_verification:
+        raise refusal(
+            "enable_adaptive_verification",
+            "on",
+            "off",
+            "remove it from --speculative-config: it moves the requests' query rows "
+            "on the device, where the host does not see them",
+        )
     dtype = vllm_config.cache_config.cache_dtype
     if dtype not in _CACHE_DTYPES:
         raise refusal(
@@ -293,28 +303,17 @@ def _device_buffer_size(
 
 
 def _host_pool_gib(setting: str, value: Any) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value <= MOST_GIB:
-        raise refusal(
-            setting,
-            repr(value),
-            "a number of GiB above 0",
-            "set it to the main memory that the host pool may take",
-        )
-    return float(value)
+    remedy = "set it to the main memory that the host pool may take"
+    return positive_number(setting, value, "GiB", remedy, MOST_GIB)
 
 
 def _transfer_timeout_s(options: dict[str, Any]) -> float:
-    value = options.get("transfer_timeout_s", DEFAULT_TRANSFER_TIMEOUT_S)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not value > 0:
-        raise refusal(
-            "hisparse_config.transfer_timeout_s",
-            repr(value),
-            "a number of seconds above 0",
-            f"leave it out for the default, {DEFAULT_TRANSFER_TIMEOUT_S:g}",
-        )
-    return float(value)
+    return positive_number(
+        "hisparse_config.transfer_timeout_s",
+        options.get("transfer_timeout_s", DEFAULT_TRANSFER_TIMEOUT_S),
+        "seconds",
+        f"leave it out for the default, {DEFAULT_TRANSFER_TIMEOUT_S:g}",
+    )
 
 
 def _check_available_ram(settings: HiSparseSettings, setting: str, pools: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.logger import init_logger
 
-from ..settings import CONNECTOR_NAME, GIB, MOST_GIB, refusal
+from ..settings import CONNECTOR_NAME, GIB, MOST_GIB, positive_number, refusal
 
 logger = init_logger(__name__)
 
@@ -173,15 +173,13 @@ def _cpu_tier_gib(extra: dict[str, Any]) -> float:
             "remove the other tiers: they take pages of the device, and HiSparse has "
             "whole pages on the host only",
         )
-    size: Any = extra.get("cpu_bytes_to_use")
-    is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-    if not is_number or not 0 < size <= MOST_BYTES:
-        raise refusal(
-            f"cpu_bytes_to_use of {ABSORBED}",
-            repr(size),
-            "a number of bytes above 0",
-            "set it to the main memory that joins the host pool",
-        )
+    size = positive_number(
+        f"cpu_bytes_to_use of {ABSORBED}",
+        extra.get("cpu_bytes_to_use"),
+        "bytes",
+        "set it to the main memory that joins the host pool",
+        MOST_BYTES,
+    )
     return size / GIB
 
 

@@ -14,8 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 # Counted by the workers; a step's increments.
 COUNTERS = {
-    "cache_hits": "Selected rows found in a hot buffer.",
-    "cache_misses": "Selected rows fetched from the host pool.",
+    # Of the union of a request's query rows; both together are its size.
+    "cache_hits": "Distinct selected rows found in a hot buffer.",
+    "cache_misses": "Distinct selected rows fetched from the host pool.",
     "shared_misses": "Misses that another query row of the request had as well.",
     "overflow_rows": "Fetched rows that found no place in the hot buffer.",
     "host_to_device_bytes": "Bytes of fetched rows and restored pages, all ranks.",

@@ -63,6 +63,8 @@ class HiSparseWorker:
     def bind(self, block_tables: HiSparseBlockTables) -> None:
         """Give the layers their resolvers."""
         self._block_tables = block_tables
+        drafts = self._config.speculative_config
+        block_tables.drafts_repeat_step = bool(drafts and drafts.use_multi_module_mtp())
         device, tables = self.plan.device, block_tables.tables
         num_pages = tables.residency.page_frame.shape[1]
         self.buffers = ResolverBuffers(self.plan, num_pages, self.slab.device)
