@@ -86,9 +86,12 @@ def test_the_children_of_a_dead_server_are_ended_without_force(tmp_path: Path) -
 
 
 def test_a_child_that_ignores_the_request_is_killed(tmp_path: Path) -> None:
+    # One that prints would end with the pipe to its parent.
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     parent = f"""
         import subprocess, sys
-        stubborn = subprocess.Popen({code(STUBBORN, SLEEP)!r}, stdout=subprocess.PIPE)
+        command = {code(deaf, 'print("ready", flush=True); import time', SLEEP)!r}
+        stubborn = subprocess.Popen(command, stdout=subprocess.PIPE)
         stubborn.stdout.readline()
         print(stubborn.pid, flush=True)
     """
