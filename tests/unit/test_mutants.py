@@ -14,10 +14,12 @@ from hisparse_tools.mutants import (
     Bench,
     Fate,
     Mutant,
+    copy_project,
     mirror_package,
     mutated,
     read_mutants,
 )
+from hisparse_tools.paths import Project
 
 ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = read_mutants(ROOT / "tests" / "mutants.toml")
@@ -43,6 +45,14 @@ def test_mutant_fits_the_code_and_names_tests_that_exist(mutant: Mutant) -> None
         tests = (ROOT / file).read_text(encoding="utf-8")
         for name in names:
             assert f"def {name}(" in tests or f"class {name}" in tests
+
+
+def test_copy_of_the_project_has_what_mutants_break_and_run(tmp_path: Path) -> None:
+    copy_project(Project(ROOT), tmp_path / "copy")
+    for mutant in MUTANTS:
+        tests = {test.split("::")[0] for test in mutant.tests}
+        for file in tests if mutant.in_vllm else {mutant.file, *tests}:
+            assert (tmp_path / "copy" / file).is_file()
 
 
 def test_text_that_is_not_there_once_is_an_error() -> None:
