@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Which rule should decide what leaves a hot buffer? Miss rates on synthetic streams.
+
+    python bench/policy/study.py [--out FOLDER] [--seeds N] [--quick]
+    python bench/policy/study.py --calibrate
+
+It compares the LRU of the resolver with other rules and with the offline optimum, for
+hot buffers of 1 to 4 times top-k. The streams are calibrated to miss rates that were
+published for a real model; then their overlap and their kind are varied. It prints
+a report, and with `--out` writes it and two charts there.
+
+A simulation of picks, not of a device: it counts misses, never time.
+"""
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import report
+from fitting import CALIBRATED, calibrate
+from report import SIZE, SIZES, Stream, Study
+from rules import ONLINE, OPTIMUM
+from simulation import Measured, mean, measure
+from streams import Model, Shape
+
+# Chosen for overlaps of about 0.95 to 0.5; 1 is the calibrated stream.
+_PACES = (0.17, 0.3, 0.45, 0.65, 0.8, 1.0, 1.25, 1.5, 1.8)
+_CONTEXTS = (32_768, 138_000)
+_KINDS = {
+    "popularity and noise only": Model(1.0, 0.0, 1.0, 0.35),
+    "drift and noise only": Model(0.0, 1.0, 30.0, 0.1),
+}
+_QUICK_SHAPE = Shape(top_k=2048, context=65_536, steps=400, warm_up=200)
+_QUICK_DIVISOR = 16
+_QUICK_PACES = (0.65, 1.0, 1.5)
+_TRIALS = 60
+_EVERY_RULE = (*ONLINE, OPTIMUM)
+
+
+@dataclass
+class Progress:
+    """Lines on standard error, one for each stream."""
+
+    total: int
+    done: int = 0
+
+    def say(self, text: str) -> None:
+        """Print a line at once."""
+        print(text, file=sys.stderr, flush=True)
+
+    def measure(
+        self, title: str, model: Model, shape: Shape, seed: int, sizes: Sequence[float]
+    ) -> Measured:
+        """Measure all rules on one stream, and say so."""
+        start = time.monotonic()
+        cases = [(rule, size) for rule in _EVERY_RULE for size in sizes]
+        measured = measure(model, shape, seed, cases)
+        self.done += 1
+        self.say(
+            f"[{self.done}/{self.total}] {title}, seed {seed}: overlap "
+            f"{measured.overlap:.2f}, {time.monotonic() - start:.1f} s"
+        )
+        return measured
+
+
+def run(shape: Shape, seeds: int, divisor: int, paces: Sequence[float]) -> Study:
+    """Run the study.
+
+    Args:
+        shape: Of the calibrated stream, at full size.
+        seeds: Streams that are averaged where the calibrated one is measured.
+        divisor: All rows are so many times fewer.
+        paces: Of the sweep; 1 is taken from the calibrated stream.
+    """
+    if seeds < 1:
+        raise ValueError(f"--seeds is {seeds}; give 1 or more")
+    small = shape.scaled(divisor)
+    model = CALIBRATED.scaled(divisor)
+    others = list(_other_streams(shape))
+    progress = Progress(seeds + len(paces) - paces.count(1.0) + len(others))
+    by_seed = [
+        progress.measure("calibrated", model, small, seed, SIZES)
+        for seed in range(seeds)
+    ]
+    sweep = []
+    for pace in paces:
+        title = f"pace {pace:g}"
+        measured = by_seed[0]
+        if pace != 1:
+            measured = progress.measure(title, model.at_pace(pace), small, 0, [SIZE])
+        sweep.append(Stream(title, measured))
+    kinds = []
+    for title, kind, kind_shape in others:
+        kind, kind_shape = kind.scaled(divisor), kind_shape.scaled(divisor)
+        kinds.append(
+            Stream(title, progress.measure(title, kind, kind_shape, 0, [SIZE]))
+        )
+    return Study(CALIBRATED, small, by_seed, mean(by_seed), sweep, kinds)
+
+
+def _other_streams(shape: Shape) -> Iterator[tuple[str, Model, Shape]]:
+    for context in _CONTEXTS:
+        yield f"context {context:,}", CALIBRATED, replace(shape, context=context)
+    for title, model in _KINDS.items():
+        yield title, model, shape
+
+
+def _date() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--top-k", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=65_536, help="rows at first")
+    parser.add_argument("--steps", type=int, default=1280)
+    parser.add_argument("--warm-up", type=int, default=512, help="steps not counted")
+    parser.add_argument("--seeds", type=int, default=3, help="calibrated streams")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write files there")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--quick", action="store_true", help="show that it runs, at small sizes"
+    )
+    kind.add_argument(
+        "--calibrate", action="store_true", help="fit the stream, and end"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        shape = Shape(args.top_k, args.context, args.steps, args.warm_up)
+        if args.calibrate:
+            model = calibrate(shape, (0, 1), _TRIALS, Progress(0).say)
+            print(f"fitted: {model}")
+            return
+        if args.quick:
+            study = run(_QUICK_SHAPE, 1, _QUICK_DIVISOR, _QUICK_PACES)
+        else:
+            study = run(shape, args.seeds, 1, _PACES)
+    except ValueError as error:
+        parser.error(str(error))
+    command = " ".join(["python bench/policy/study.py", *argv])
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}"
+    name = f"policy-{_date()}"
+    charts = {f"{name}-{key}.svg": text for key, text in report.charts(study).items()}
+    seconds = time.process_time()
+    about = f"{_date()}; {versions}; {seconds:.0f} s of CPU time"
+    text = report.text(study, command, about, list(charts) if args.out else [])
+    print(text, end="")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for file, content in {f"{name}.md": text, **charts}.items():
+            (args.out / file).write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
