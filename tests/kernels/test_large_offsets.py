@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""Offsets beyond 2**31, in sparse files that take a few pages of disk (trap 8)."""
+"""Offsets beyond 2**31 (trap 8).
+
+The tensors are sparse files that take a few pages of disk, or, on a GPU, its memory.
+"""
 
 import pytest
 import torch
@@ -22,16 +25,23 @@ from kernels.tensors import (
 )
 from kernels.translate import translate
 
+from crossing import DEVICE, ON_GPU
+
 I32 = dict(dtype=torch.int32)
 
 
 @pytest.fixture
 def sparse(tmp_path):
-    """Makes tensors backed by sparse files; unwritten bytes read as zero."""
+    """Makes large tensors; unwritten bytes read as zero."""
     count = 0
 
     def make(dtype, *shape):
         nonlocal count
+        if ON_GPU:
+            try:
+                return torch.zeros(shape, dtype=dtype, device=DEVICE)
+            except torch.OutOfMemoryError as error:
+                pytest.skip(f"needs more device memory: {error}")
         count += 1
         path = str(tmp_path / str(count))
         size = torch.Size(shape).numel()
