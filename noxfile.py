@@ -62,6 +62,12 @@ def compile(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """Run on one NVIDIA GPU what only a GPU can show, and the kernels' benchmark."""
+    _run(session, "gpu.py")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Run ruff and mypy as vLLM configures them."""
     _run(session, "lint.py")

@@ -24,11 +24,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, KernelInterface
+from triton.runtime.jit import JITFunction
 
 from hisparse_tools.paths import this_project
 from hisparse_tools.progress import Bar, say
 from hisparse_tools.readme import between
+from launch_recorder import LaunchRecorder, RecordedLaunch
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -105,29 +106,28 @@ class Compiled:
     assembly: str
 
 
-class Recorder:
-    """Records launches instead of running them."""
+class Recorder(LaunchRecorder):
+    """Records launches instead of running them.
+
+    Attributes:
+        labels: Of the launches, in their order.
+        label: Of those that come.
+    """
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
+        super().__init__(run=False)
+        self.labels: list[str] = []
         self.label = ""
 
-    def __enter__(self) -> Recorder:
-        self._original = KernelInterface.__getitem__
-        recorder = self
+    def note(self, launch: RecordedLaunch) -> None:
+        """See `LaunchRecorder`."""
+        super().note(launch)
+        self.labels.append(self.label)
 
-        def record(kernel: JITFunction, grid: object):
-            def launch(*args: Any, **sizes: Any) -> None:
-                found = Launch(recorder.label, kernel, args, sizes)
-                recorder.launches.append(found)
-
-            return launch
-
-        KernelInterface.__getitem__ = record
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        KernelInterface.__getitem__ = self._original
+    def labelled(self) -> list[Launch]:
+        """The launches with their labels."""
+        pairs = zip(self.labels, self.launches)
+        return [Launch(label, x.kernel, x.args, x.sizes) for label, x in pairs]
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -316,7 +316,7 @@ def main(argv: Sequence[str]) -> int:
     recorder = Recorder()
     with recorder:
         record_all(recorder)
-    launches = distinct(recorder.launches)
+    launches = distinct(recorder.labelled())
     lines, wrong = [], []
     with Bar("compiling", len(launches) * len(TARGETS)) as bar:
         for launch in launches:

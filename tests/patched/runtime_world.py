@@ -6,10 +6,10 @@ import torch
 from vllm.v1.hisparse.capacity import HotSizes, Limits, PoolPlan, plan_pools
 from vllm.v1.hisparse.layout import IndexerLayer, LatentLayer, plan_device
 from vllm.v1.hisparse.messages import HotLease, RequestUpdate, StepUpdate
-from vllm.v1.hisparse.runtime.ahead import InOrder
+from vllm.v1.hisparse.runtime.ahead import Ahead, InOrder
 from vllm.v1.hisparse.runtime.batch import Batch
 from vllm.v1.hisparse.runtime.buffers import ResolverBuffers
-from vllm.v1.hisparse.runtime.host_pool import HostPool
+from vllm.v1.hisparse.runtime.host_pool import CudaRegistrar, HostPool
 from vllm.v1.hisparse.runtime.parts import LayerMemory
 from vllm.v1.hisparse.runtime.resolver import LayerResolver, UnitResolver
 from vllm.v1.hisparse.runtime.tables import ResidencyTables
@@ -36,20 +36,35 @@ def small_plan(
 
 
 class RuntimeWorld:
-    """Requests with random bytes on the host, and copies of resident pages."""
+    """Requests with random bytes on the host, and copies of resident pages.
 
-    def __init__(self, seed: int = 0, **sizes: int) -> None:
+    Args:
+        seed: Of everything that is random.
+        device: Where the device pool lies; the host pool is pinned for a GPU.
+        ahead: Fetches rows of followers ahead of them.
+        sizes: Of `small_plan`.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        ahead: Ahead | None = None,
+        **sizes: int,
+    ) -> None:
+        self.device = torch.device(device)
+        registrar = None if self.device.type == "cpu" else CudaRegistrar()
         self.plan = plan = small_plan(**sizes)
         self.random = torch.Generator().manual_seed(seed)
-        self.tables = ResidencyTables(plan, plan.limits.max_num_seqs, "cpu")
-        self.host = HostPool(plan.device, plan.num_pages)
+        self.tables = ResidencyTables(plan, plan.limits.max_num_seqs, self.device)
+        self.host = HostPool(plan.device, plan.num_pages, registrar)
         self.host.buffer.random_(0, 256, generator=self.random)
         shape = (plan.num_blocks, plan.device.block_bytes)
-        self.slab = torch.full(shape, POISON, dtype=torch.uint8)
+        self.slab = torch.full(shape, POISON, dtype=torch.uint8, device=self.device)
         num_pages = self.tables.residency.page_frame.shape[1]
-        self.buffers = ResolverBuffers(plan, num_pages, "cpu")
+        self.buffers = ResolverBuffers(plan, num_pages, self.device)
         self.units = [
-            UnitResolver(self.tables, self.buffers, u, InOrder())
+            UnitResolver(self.tables, self.buffers, u, ahead or InOrder())
             for u in range(len(plan.device.units))
         ]
         self.layers = [
@@ -62,7 +77,7 @@ class RuntimeWorld:
             )
             for i, place in enumerate(plan.device.latents)
         ]
-        host_table = torch.zeros(self.tables.residency.page_frame.shape).int()
+        host_table = torch.zeros_like(self.tables.residency.page_frame)
         self.batch = Batch(plan.limits.max_num_seqs, 256, host_table)
         self.state_rows: dict[str, int] = {}
         self._free_blocks = list(range(1, plan.num_blocks))
@@ -113,7 +128,8 @@ class RuntimeWorld:
         self.batch.set_query_start(starts)
         self.batch.shape = tables.begin_step(dict(zip(rows, counts.values())))
         slots = torch.empty(self.plan.device.frame_blocks, 256, dtype=torch.int64)
-        tables.slots(self.batch, torch.zeros(256, dtype=torch.int64), slots)
+        slots = slots.to(self.device)
+        tables.slots(self.batch, torch.zeros_like(slots[0]), slots)
 
     def draw(self, counts: dict[str, int], num_pages: int) -> torch.Tensor:
         """Distinct random positions for each token, int32 ``[T, K]``."""
@@ -123,7 +139,7 @@ class RuntimeWorld:
             order = torch.randperm(num_pages * 16, generator=self.random)[:topk]
             order[torch.rand(topk, generator=self.random) < 0.1] = -1
             rows.append(order.int())
-        return torch.stack(rows)
+        return torch.stack(rows).to(self.device)
 
     def attend(self, topk: torch.Tensor) -> list[int]:
         """Let all layers read the selected rows, and check what they read.
@@ -143,17 +159,20 @@ class RuntimeWorld:
             stride = self.plan.device.rows_per_block
             got = layer.attend(self.batch, topk, stride, read)
             name = self.plan.device.latents[number].name
-            assert torch.equal(got, self.selected(number, topk)), name
+            assert torch.equal(got.cpu(), self.selected(number, topk)), name
             num_parts.append(len(calls))
         return num_parts
 
     def selected(self, layer: int, topk: torch.Tensor) -> torch.Tensor:
-        """Host bytes of selected rows, 0 for padding: uint8 ``[T, K, row_bytes]``."""
-        device = self.plan.device
-        owner = self.batch.token_request[: len(topk)].long()
-        states = self.batch.state_row[owner].long().unsqueeze(1)
+        """Host bytes of selected rows, 0 for padding: uint8 ``[T, K, row_bytes]``.
+
+        On the CPU, wherever the device pool is.
+        """
+        device, topk = self.plan.device, topk.cpu()
+        owner = self.batch.token_request[: len(topk)].long().cpu()
+        states = self.batch.state_row.cpu()[owner].long().unsqueeze(1)
         positions = topk.clamp(min=0).long()
-        pages = self.batch.host_table[states, positions // 16].long()
+        pages = self.batch.host_table.cpu()[states, positions // 16].long()
         host_rows = self.host.layers[device.latents[layer].name]
         picked = host_rows.view(-1, device.row_bytes)[pages * 16 + positions % 16]
         picked[(topk < 0) | (owner < 0).unsqueeze(1)] = 0
@@ -166,5 +185,4 @@ class RuntimeWorld:
         out = flat.unfold(0, device.row_bytes, device.row_bytes)[
             rows.clamp(min=0).long()
         ].clone()
-        out[rows < 0] = 0
-        return out
+        return out.masked_fill_((rows < 0).unsqueeze(-1), 0)

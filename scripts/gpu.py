@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
+"""Run on one NVIDIA GPU what only a GPU can show, then the kernels' benchmark.
+
+Needs plain torch and triton, no wheel and no vLLM; where vLLM's libraries are there,
+their kernels are checked first. The interpreter that runs it is the first of this one,
+`python3` and `python` that imports torch and triton and finds a CUDA device. Without
+one there is a line that says so, and nothing is wrong.
+
+pytest is taken from that interpreter, else from build/gpu/pytest, which `--prepare`
+fills on a machine with a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hisparse_tools.errors import ToolError, run_command
+from hisparse_tools.paths import this_project
+from hisparse_tools.progress import say
+
+ROOT = this_project().root
+PYTEST_FOLDER = ROOT / "build" / "gpu" / "pytest"
+_PROBE = """
+import torch, triton
+assert torch.cuda.is_available(), "torch finds no CUDA device"
+assert torch.version.cuda, "torch is not built for CUDA"
+print(torch.cuda.get_device_name(), "torch", torch.__version__, end=" ")
+print("triton", triton.__version__)
+"""
+# All of it fits into ten minutes, the whole of one loan of a GPU at some places.
+_LIMIT_S = 570
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something to run.
+
+    Attributes:
+        name: For `--only`.
+        why: What it shows.
+        command: Arguments of the interpreter.
+    """
+
+    name: str
+    why: str
+    command: tuple[str, ...]
+
+
+def _pytest(*args: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", *args)
+
+
+_FIRST = os.path.join("tests", "gpu", "test_padded_blocks.py")
+STEPS = (
+    Step("padded", "attention and logits over padded blocks", _pytest(_FIRST)),
+    Step("kernels", "every kernel against its reference", _pytest("tests/kernels")),
+    Step(
+        "graphs",
+        "graphs, streams, host memory in place, long streams",
+        _pytest("tests/gpu", f"--ignore={_FIRST}"),
+    ),
+    Step(
+        "bench", "the benchmark of the kernels", (os.path.join("bench", "kernels.py"),)
+    ),
+)
+
+
+def candidates() -> Iterator[str]:
+    """Interpreters that may have torch, each once."""
+    seen = set()
+    for path in (sys.executable, shutil.which("python3"), shutil.which("python")):
+        # Not the real path: environments share their interpreter.
+        if path and os.path.abspath(path) not in seen:
+            seen.add(os.path.abspath(path))
+            yield path
+
+
+def find_gpu(pythons: Sequence[str]) -> tuple[str | None, str]:
+    """The first interpreter that reaches a GPU, with what it said.
+
+    Returns:
+        Its path and GPU; or None, and why each of them does not.
+    """
+    reasons = []
+    for python in pythons:
+        found = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=120
+        )
+        if found.returncode == 0:
+            return python, found.stdout.strip()
+        lines = found.stderr.strip().splitlines() or [f"status {found.returncode}"]
+        reasons.append(f"{python}: {lines[-1]}")
+    return None, "; ".join(reasons)
+
+
+def environment(device: str) -> dict[str, str]:
+    """The environment of the steps."""
+    env = {**os.environ, "HISPARSE_TEST_DEVICE": device}
+    env.pop("TRITON_INTERPRET", None)
+    if device == "cpu":
+        env["TRITON_INTERPRET"] = "1"
+    return env
+
+
+def add_pytest(python: str, env: dict[str, str]) -> None:
+    """Let an interpreter find pytest.
+
+    Raises:
+        ToolError: There is none.
+    """
+    command = [python, "-c", "import pytest"]
+    if subprocess.run(command, env=env, capture_output=True).returncode == 0:
+        return
+    if not PYTEST_FOLDER.is_dir():
+        raise ToolError(
+            f"{python} has no pytest, and {PYTEST_FOLDER} is not there",
+            "with a network: scripts/gpu.py --prepare; then bring that folder along",
+        )
+    folders = [str(PYTEST_FOLDER), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+
+
+def prepare() -> None:
+    """Put pytest into a folder that can be brought along."""
+    shutil.rmtree(PYTEST_FOLDER, ignore_errors=True)
+    requirements = ROOT / "ci" / "requirements-gpu.txt"
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    command += ["--no-compile", "--target", str(PYTEST_FOLDER), "-r", str(requirements)]
+    if subprocess.run(command).returncode:
+        raise ToolError("pip could not fetch pytest", "check the network (pip config)")
+    say(f"pytest is in {PYTEST_FOLDER}")
+
+
+def run_steps(python: str, steps: Sequence[Step], env: dict[str, str]) -> list[str]:
+    """Run steps within the time there is; the names of those that failed."""
+    stop, failed = time.monotonic() + _LIMIT_S, []
+    for step in steps:
+        say(f"- {step.name}: {step.why}")
+        start = time.monotonic()
+        try:
+            status = subprocess.run(
+                [python, *step.command], cwd=ROOT, env=env, timeout=max(1, stop - start)
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+            say(f"  stopped: all steps together have {_LIMIT_S} s")
+        say(f"  {time.monotonic() - start:.0f} s, status {status}")
+        if status:
+            failed.append(step.name)
+    return failed
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="nox -s gpu --", description=__doc__)
+    names = [step.name for step in STEPS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="run all of it on the CPU, in Triton's interpreter, at tiny sizes",
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="fetch pytest into build/gpu, and stop"
+    )
+    args = parser.parse_args(argv)
+    if args.prepare:
+        prepare()
+        return 0
+    python, about = (sys.executable, "") if args.dry_run else find_gpu([*candidates()])
+    if python is None:
+        say(f"skipped: no NVIDIA GPU ({about})")
+        return 0
+    say(f"{python}: {about or 'a dry run on the CPU, which shows nothing of a GPU'}")
+    env = environment("cpu" if args.dry_run else "cuda")
+    add_pytest(python, env)
+    steps = [step for step in STEPS if step.name in args.only]
+    if args.dry_run:
+        options = ("--device", "cpu", "--dry-run")
+        steps = [
+            Step(s.name, s.why, s.command + (options if s.name == "bench" else ()))
+            for s in steps
+        ]
+    failed = run_steps(python, steps, env)
+    say(f"failed: {', '.join(failed)}" if failed else "all steps passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    run_command(main)
