@@ -53,7 +53,7 @@ class RuntimeWorld:
         **sizes: int,
     ) -> None:
         self.device = torch.device(device)
-        registrar = None if self.device.type == "cpu" else CudaRegistrar()
+        registrar = CudaRegistrar() if self.device.type == "cuda" else None
         self.plan = plan = small_plan(**sizes)
         self.random = torch.Generator().manual_seed(seed)
         self.tables = ResidencyTables(plan, plan.limits.max_num_seqs, self.device)
