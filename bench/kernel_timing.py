@@ -5,7 +5,6 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -36,19 +35,19 @@ class Timer:
             self._other = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def measure(
-        self, work: Work, restore: Work = nothing, replays: int | None = None
+        self, work: Work, restore: Work = nothing, captured: bool = True
     ) -> float:
         """Median time of a replay in µs.
 
         Args:
             work: Captured once; only launches, over tensors that stay.
             restore: Called before each replay, and not measured.
-            replays: In the place of the timer's own number.
+            captured: False for work that is long beside a launch: it runs as it is.
         """
         restore()
-        run: Any = self._capture(work) if self._is_cuda else work
+        run = self._capture(work) if captured and self._is_cuda else work
         times = []
-        for _ in range(replays or self._replays):
+        for _ in range(self._replays):
             restore()
             if self._other is not None:
                 self._other.fill_(1)

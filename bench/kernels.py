@@ -112,9 +112,9 @@ def measure_ceilings(
     source, target = (
         torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)
     )
-    copy = timer.measure(partial(target.copy_, source))
+    copy = timer.measure(partial(target.copy_, source), captured=False)
     flat = host.flatten()[:size]
-    dma = timer.measure(partial(target.copy_, flat, non_blocking=True))
+    dma = timer.measure(partial(target.copy_, flat, non_blocking=True), captured=False)
     count = size // host.shape[1] // (1 if is_dry else 8)
     order = torch.randperm(len(host))[:count].int().to(device)
     out = target[: count * host.shape[1]].view(count, -1)
@@ -182,7 +182,9 @@ def sweep_programs(
 ) -> dict[int, float]:
     """Times of a fetch with other numbers of programs, in µs."""
     case.restore()
-    over_units(case, lambda unit, n: (case.lookup(unit), case.assign(unit)))()
+    for unit in case.units:
+        case.lookup(unit)
+        case.assign(unit)
 
     def fetch(programs: int, unit: Any, number: int) -> None:
         case.fetch(unit, programs=programs)

@@ -29,8 +29,11 @@ _READS = {
     "_unique2",
     "bincount",
 }
-_WAITS = ((torch.cuda, ("synchronize",)), (torch.cuda.Stream, ("synchronize",)))
-_WAITS += ((torch.cuda.Event, ("synchronize", "query")),)
+_WAITS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch.cuda, ("synchronize",)),
+    (torch.cuda.Stream, ("synchronize",)),
+    (torch.cuda.Event, ("synchronize", "query")),
+)
 
 
 class NotInAGraphError(Exception):

@@ -242,7 +242,8 @@ def test_a_planted_fault_is_refused(decoding, monkeypatch, name, fault, text) ->
 
 
 def test_python_state_that_a_pass_changes_shows(decoding, monkeypatch) -> None:
-    lookup, calls = resolver.lookup, []
+    lookup = resolver.lookup
+    calls: list[None] = []
 
     def counting(*args, **sizes) -> None:
         calls.append(None)
@@ -258,7 +259,8 @@ def test_python_state_that_a_pass_changes_shows(decoding, monkeypatch) -> None:
 def test_buffers_that_take_turns_show(decoding, monkeypatch) -> None:
     step = decoding(0)
     buffers = step.world.buffers
-    other, turns = torch.empty_like(buffers._rows), []
+    other = torch.empty_like(buffers._rows)
+    turns: list[None] = []
     outputs = buffers.outputs
 
     def in_turn(stacks: int, tokens: int):
