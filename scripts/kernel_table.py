@@ -17,12 +17,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -260,13 +260,13 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _ptxas(ptx: str, name: str) -> str:
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    program = folder / ("ptxas" if name == "sm_90" else "ptxas-blackwell")
+    # Triton brings two, and knows which of them a target takes.
+    program = get_ptxas(TARGETS[name].arch).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         command = [
-            str(program),
+            program,
             "-v",
             f"--gpu-name={name}a",
             file.name,
