@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""Compile every kernel for every target, without a GPU; see kernel_table.py."""
+"""Compile every kernel for every target, without a GPU; see kernel_table.py.
+
+`--newest` takes the Triton of ci/requirements-triton.txt in place of the one that the
+release's torch asks for: a look ahead, which writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,39 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hisparse_tools.build import build
-from hisparse_tools.env import cpu_run_env, ensure_env
-from hisparse_tools.errors import run_command
+from hisparse_tools.env import (
+    cpu_run_env,
+    ensure_env,
+    requirements_env,
+    site_packages,
+)
+from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.paths import this_project
 from hisparse_tools.pins import Device
+
+NEWEST = "--newest"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command."""
     project = this_project()
+    if NEWEST in argv and "--write" in argv:
+        raise ToolError(
+            "docs/kernels.md is about the Triton that serves, not the newest",
+            f"leave out --write or {NEWEST}",
+        )
     built = build(project, Device.CPU)
     python = ensure_env(project, built.path)
     env = cpu_run_env()
     # With it, nothing would be compiled.
     del env["TRITON_INTERPRET"]
+    if NEWEST in argv:
+        lock = project.locks / "requirements-triton.txt"
+        newest = requirements_env(lock, "triton", "--no-deps")
+        env["PYTHONPATH"] = str(site_packages(newest))
     script = Path(__file__).with_name("kernel_table.py")
-    os.execve(python, [str(python), str(script), *argv], env)
+    options = [option for option in argv if option != NEWEST]
+    os.execve(python, [str(python), str(script), *options], env)
 
 
 if __name__ == "__main__":

@@ -343,7 +343,10 @@ def main(argv: Sequence[str]) -> int:
         path.write_text(text)
     for problem in wrong:
         say(f"error: {problem}")
-    say(f"{len(launches)} kernels for {len(TARGETS)} targets, {len(wrong)} problems")
+    say(
+        f"Triton {triton.__version__}: {len(launches)} kernels for {len(TARGETS)} "
+        f"targets, {len(wrong)} problems"
+    )
     return 1 if wrong else 0
 
 

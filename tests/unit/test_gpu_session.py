@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""The session for a GPU: which interpreter runs it, and what it says without one."""
+"""The sessions about GPUs: which interpreter runs what, and what they say without."""
 
 import os
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import compile_kernels
 import gpu
 
 
@@ -92,3 +93,8 @@ def test_the_padded_blocks_come_first_and_every_folder_is_run() -> None:
     for part in " ".join(commands).split():
         path = part.removeprefix("--ignore=")
         assert "/" not in path or (gpu.ROOT / path).exists(), path
+
+
+def test_the_table_in_the_docs_is_not_written_from_another_triton() -> None:
+    with pytest.raises(gpu.ToolError, match="not the newest"):
+        compile_kernels.main(["--write", "--newest"])
