@@ -35,7 +35,8 @@ assert torch.version.cuda, "torch is not built for CUDA"
 print(torch.cuda.get_device_name(), "torch", torch.__version__, end=" ")
 print("triton", triton.__version__)
 """
-# All of it fits into ten minutes, the whole of one loan of a GPU at some places.
+_PROBE_S = 120
+# Of all steps together: just below ten minutes.
 _LIMIT_S = 570
 
 
@@ -91,9 +92,13 @@ def find_gpu(pythons: Sequence[str]) -> tuple[str | None, str]:
     """
     reasons = []
     for python in pythons:
-        found = subprocess.run(
-            [python, "-c", _PROBE], capture_output=True, text=True, timeout=120
-        )
+        try:
+            found = subprocess.run(
+                [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_S
+            )
+        except subprocess.TimeoutExpired:
+            reasons.append(f"{python}: no answer within {_PROBE_S} s")
+            continue
         if found.returncode == 0:
             return python, found.stdout.strip()
         lines = found.stderr.strip().splitlines() or [f"status {found.returncode}"]

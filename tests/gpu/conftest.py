@@ -27,21 +27,21 @@ else:
 import pytest  # noqa: E402
 
 
-def _stand_in_for_vllm() -> None:
-    """Make the overlay importable as the part of vLLM that it is."""
+def _bring_the_overlay() -> None:
+    """Make this checkout's `v1/hisparse` the one of vLLM, which need not be there."""
     overlay = PROJECT / "vllm_overlay"
     if find_spec("vllm") is None:
         package = ModuleType("vllm")
         package.__path__ = [str(overlay)]
         sys.modules["vllm"] = package
-    import vllm.v1
+    else:
+        import vllm.v1
 
-    if find_spec("vllm.v1.hisparse") is None:
-        vllm.v1.__path__.append(str(overlay / "v1"))
+        vllm.v1.__path__.insert(0, str(overlay / "v1"))
 
 
 if "HISPARSE_TEST_DEVICE" in os.environ:
-    _stand_in_for_vllm()
+    _bring_the_overlay()
 else:
     pytest.importorskip("vllm", reason="needs the patched vLLM")
 # The oracle of the LRU, and a rank without an engine.

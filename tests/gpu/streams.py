@@ -17,7 +17,7 @@ from vllm.v1.hisparse.runtime.copies import CopyEngine
 from vllm.v1.hisparse.runtime.cpu_copies import CpuCopies
 from vllm.v1.hisparse.runtime.stream_copies import CopyBatch, StreamCopies
 
-# About a millisecond at 2 GHz: hundreds of times what the kernels of a test take.
+# A millisecond at 2 GHz: what is ordered only by luck comes long before or after it.
 DELAY_CYCLES = 2_000_000
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the driver knows where an address is
 

@@ -38,6 +38,19 @@ def test_every_interpreter_without_a_gpu_is_named_with_its_reason(
     assert f"{none}: ModuleNotFoundError: torch; {old}: AssertionError" in why
 
 
+def test_an_interpreter_that_never_answers_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "slow"
+    path.write_text("#!/bin/sh\nexec sleep 60\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(gpu, "_PROBE_S", 0.2)
+    one = interpreter(tmp_path, "one", "H200 torch 2", 0)
+    assert gpu.find_gpu([str(path)]) == (None, f"{path}: no answer within 0.2 s")
+    monkeypatch.setattr(gpu, "_PROBE_S", 20)
+    assert gpu.find_gpu([one])[0] == one
+
+
 def test_without_a_gpu_one_line_says_so_and_nothing_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
