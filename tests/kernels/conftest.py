@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(OVERLAY) / "v1" / "hisparse"))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from kernels import checks  # noqa: E402
 
+from kernels import checks  # noqa: E402
 from race_detector import RaceDetector  # noqa: E402
 
 torch.set_num_threads(1)

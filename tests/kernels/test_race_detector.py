@@ -5,7 +5,6 @@
 import re
 from pathlib import Path
 
-import kernels
 import pytest
 import torch
 import triton
@@ -13,6 +12,7 @@ import triton.language as tl
 from kernels.reset import reset_rows
 from kernels.staging import list_pages
 
+import kernels
 from race_detector import RaceDetector
 from world import World, stream
 
