@@ -219,7 +219,7 @@ def test_drafts_under_pressure_change_no_bit(
         **FORMATS[drafts.format],
         speculative_config=options["speculative_config"],
     )
-    right = Verdicts.watch(off, monkeypatch)
+    reference = Verdicts.watch(off, monkeypatch)
     off.generate(PROMPTS, NEW_TOKENS)
     # Steps begin elsewhere after a preemption, and on prefixes.
-    assert verdicts.same_drafts(right) > len(right.drafts)
+    assert verdicts.same_drafts(reference) > len(reference.drafts)

@@ -17,7 +17,7 @@ from vllm.v1.hisparse.runtime.copies import PageCopier
 
 from graphs import CudaGraph
 from runtime_world import RuntimeWorld
-from streams import delay, late_ahead, late_copies, wait_for
+from side_streams import delay, late_ahead, late_copies, wait_for
 from under_test import needs_gpu
 
 POISON = 0xFF
