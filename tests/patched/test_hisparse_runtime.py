@@ -283,9 +283,11 @@ class FakeCuda:
         self.ready: set[int] = set()
         log, ready, count = self.log, self.ready, iter(range(10**6))
 
+        sides = iter(["side", "other side"])
+
         class Stream:
-            def __init__(self, name="side"):
-                self.name = name
+            def __init__(self, name=None):
+                self.name = name or next(sides)
 
             def wait_stream(self, other):
                 log.append((self.name, "waits for", other.name))
@@ -348,19 +350,28 @@ def test_copies_on_a_stream_wait_in_both_directions(monkeypatch) -> None:
     assert cuda.log == enqueued
     cuda.log.clear()
     copier.restore([dataclasses.replace(pages[0], transfer_id=-1)])
-    assert cuda.log[2:4] == [("copies", layers), ("side", "records", 1)]
-    assert cuda.log[0] == enqueued[0] and cuda.log[-1] == ("compute", "waits for", 1)
+    # Not behind the write-backs: one of them may never end.
+    assert cuda.log == [
+        ("other side", "waits for", "compute"),
+        ("other side", "is entered"),
+        ("copies", layers),
+        ("other side", "records", 1),
+        ("other side", "is left"),
+        ("compute", "waits for", 1),
+    ]
     (written, restored) = batches
     assert all(array.dtype == torch.int64 for array in written)
     for there, back in zip(written[:2], restored[:2][::-1]):
         assert torch.equal(there[:layers], back)
     assert copier.num_pending == 2 and copier.poll() == ([], [])
-    cuda.ready.add(1)
-    assert copier.poll() == ([], [])
     cuda.ready.add(0)
     assert copier.poll() == ([7, 8], []) and copier.num_pending == 0
+    # The arguments of a restore live until it has ended.
+    assert len(copier.engine._restores) == 1
+    cuda.ready.add(1)
+    assert copier.poll() == ([], []) and not copier.engine._restores
     copier.engine.shutdown()
-    assert cuda.log[-1] == ("side", "synchronizes")
+    assert cuda.log[-2:] == [(n, "synchronizes") for n in ("side", "other side")]
 
 
 def test_copies_that_a_stream_does_not_accept_have_failed(monkeypatch) -> None:
@@ -374,6 +385,45 @@ def test_copies_that_a_stream_does_not_accept_have_failed(monkeypatch) -> None:
     copier.write_back([PageCopy(7, 3, 9, blocks), PageCopy(8, 4, 10, blocks)])
     assert copier.num_pending == 0
     assert copier.poll() == ([], [7, 8]) and copier.poll() == ([], [])
+
+
+def test_a_restore_that_a_stream_does_not_accept_is_waited_for(monkeypatch) -> None:
+    """The first copies of a batch may have been accepted."""
+    cuda = FakeCuda(monkeypatch)
+
+    def copy_batch(sources, targets, sizes):
+        raise RuntimeError("invalid argument")
+
+    world, copier = copier_of(StreamCopies("a device", copy_batch))
+    copier.restore([PageCopy(-1, 3, 9, ())])
+    assert copier.take_not_restored() == {3}
+    assert cuda.log[-1] == ("compute", "waits for", 0)
+    assert copier.poll() == ([], [])
+
+
+@pytest.mark.parametrize("parts", ["both", "indexer", "latents"])
+def test_blocks_of_a_restore_that_failed_hold_zeros(parts: str) -> None:
+    """And nothing else changes; the pages are named once."""
+    engine = CpuCopies()
+    world, copier = copier_of(engine)
+    stacks = world.plan.device.num_stacks
+    latents = tuple(range(2, 2 + stacks)) if parts != "indexer" else ()
+    copies = [
+        PageCopy(-1, 3, 20 if parts != "latents" else 0, latents),
+        PageCopy(-1, 4, 21, ()),
+    ]
+    engine.refuses = lambda: True
+    copier.restore(copies)
+    blocks = [*latents, 21] + ([20] if parts != "latents" else [])
+    assert not world.slab[blocks].any()
+    others = [b for b in range(len(world.slab)) if b not in blocks]
+    assert (world.slab[others] == POISON).all()
+    assert copier.take_not_restored() == {3, 4}
+    assert copier.take_not_restored() == set()
+    assert copier.take_bytes() == (0, 0)
+    engine.refuses = lambda: False
+    copier.restore(copies)
+    assert not copier.take_not_restored() and world.slab[21].any()
 
 
 def test_work_ahead_forks_from_the_compute_stream_and_is_joined(monkeypatch) -> None:

@@ -451,6 +451,148 @@ def test_a_stall_gives_up_other_pages_when_their_owners_leave() -> None:
     check_integrity(core)
 
 
+# --- restores that fail -------------------------------------------------------------
+
+
+def losing(core_blocks: int = 101, **sizes: int) -> tuple[Residency, list[int]]:
+    """A core that notes which pages it unpublishes."""
+    unpublished: list[int] = []
+    sizes = {"num_stacks": STACKS, "lease_blocks": LEASE, "num_rows": 4, **sizes}
+    config = ResidencyConfig(num_blocks=core_blocks, **sizes)
+    return Residency(config, unpublish=unpublished.append), unpublished
+
+
+def to_the_host(core: Residency) -> None:
+    """What pressure does while nobody runs."""
+    core._blocks.give_back(core._take(core.num_free))
+    assert not core._pages
+
+
+def test_pages_whose_restore_failed_are_dropped_and_found_by_nobody() -> None:
+    core, unpublished = losing()
+    hits = cached(core, range(1, 7))
+    to_the_host(core)
+    assert start(core, hits) is Start.WHOLE
+    assert len(core.take_update().restores) == 6
+    # All of them were copied in one batch, but for the last.
+    assert core.spoil(hits[:5], {"b"}) == {"b"}
+    # The page that it wrote, too.
+    assert sorted(unpublished) == [*hits[:5], 500]
+    core.release("b", lambda page: page not in unpublished)
+    core.lose(hits[:5])
+    assert list(core._pages) == [6]
+    assert core.num_free == 100 and core.num_lost == 5
+    check_integrity(core)
+
+
+def test_requests_that_read_none_of_the_lost_pages_go_on() -> None:
+    core, unpublished = losing()
+    hits = cached(core, range(1, 4))
+    to_the_host(core)
+    run_pages(core, "other", range(20, 24), 2)
+    start(core, hits)
+    core.take_update()
+    assert core.spoil(hits, {"b", "other"}) == {"b"}
+    assert not set(unpublished) & set(range(20, 24))
+
+
+def test_who_read_what_was_computed_from_lost_pages_is_wrong_too() -> None:
+    """In the same step, as in vLLM a full page can be hit from its allocation on."""
+    core, _ = losing()
+    hits = cached(core, range(1, 4))
+    to_the_host(core)
+    start(core, hits, new=3)
+    core.add_request("c", 3)
+    core.adopt("c", [500, 501])
+    core.append("c", [600])
+    core.add_request("d", 2)
+    core.adopt("d", [600])
+    core.take_update()
+    assert core.spoil(hits[2:], {"b", "c", "d"}) == {"b", "c", "d"}
+
+
+def test_pages_that_were_sealed_before_are_kept() -> None:
+    core, unpublished = losing()
+    hits = cached(core, range(1, 13))
+    to_the_host(core)
+    fill(core, 69, "other")
+    assert start(core, hits[:11], new=3) is Start.LEAN
+    core.take_update()
+    core.seal("b", 13)
+    core.release("other", lambda page: False)
+    core.restore_some()
+    lost = [copy.page_id for copy in core.take_update().restores]
+    assert core.spoil(lost, {"b"}) == {"b"}
+    assert sorted(unpublished) == sorted([*lost, 502])
+
+
+def test_what_an_aborted_request_left_behind_counts_as_wrong() -> None:
+    """It may have read lost pages in the step that is still in flight."""
+    core, unpublished = losing()
+    hits = cached(core, range(1, 4))
+    to_the_host(core)
+    start(core, hits, new=4)
+    core.take_update()
+    core.release("b", lambda page: page < 503)
+    core.add_request("c", 2)
+    core.adopt("c", [500])
+    core.append("c", [600])
+    transfers = {c.page_id: c.transfer_id for c in core.take_update().write_backs}
+    assert core.spoil(hits, {"c"}) == {"c"}
+    assert set(unpublished) >= {500, 501, 502, 600}
+    core.release("c", lambda page: page not in unpublished)
+    core.lose(hits)
+    assert not {501, 502, 600} & set(core._pages)
+    assert sorted(core.abandoned_pages) == [501, 502]
+    core.acknowledge(transfers[500], [0])
+    check_integrity(core)
+
+
+def test_pages_that_were_left_behind_count_no_more_once_they_are_clean() -> None:
+    core, unpublished = losing()
+    run_pages(core, "a", range(1, 3), 1)
+    core.release("a", lambda page: True)
+    for copy in core.take_update().write_backs:
+        core.acknowledge(copy.transfer_id, [0])
+    core.add_request("c", 2)
+    core.adopt("c", [2])
+    assert not core.spoil([], {"c"}) and 2 not in unpublished
+
+
+def test_a_request_that_waits_for_input_keeps_lost_pages_on_the_host() -> None:
+    """It has a lease, and no step in flight that read them."""
+    core, _ = losing()
+    hits = cached(core, range(1, 13))
+    to_the_host(core)
+    fill(core, 69, "other")
+    assert start(core, hits[:11]) is Start.LEAN
+    core.take_update()
+    core.release("other", lambda page: False)
+    core.restore_some()
+    lost = [copy.page_id for copy in core.take_update().restores]
+    assert lost and core.spoil(lost, set()) == set()
+    core.lose(lost)
+    changed = core.take_update().requests["b"].changed
+    assert [changed[page - 1] < 0 for page in lost] == [True] * len(lost)
+    check_integrity(core)
+
+
+def test_no_restore_is_made_that_could_be_left_out_once_many_failed() -> None:
+    core, _ = losing(max_failures=2, restore_budget=3)
+    hits = cached(core, range(1, 13))
+    to_the_host(core)
+    fill(core, 69, "other")
+    assert start(core, hits[:11]) is Start.LEAN
+    core.take_update()
+    core.release("other", lambda page: False)
+    core.spoil([], set())
+    core.restore_some()
+    assert core.take_update().restores
+    core.spoil([], set())
+    core.restore_some()
+    assert not core.take_update().restores
+
+
 # --- found by breaking it -----------------------------------------------------------
 
 

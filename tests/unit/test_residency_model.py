@@ -35,6 +35,7 @@ LEASE = 4
 NUM_BLOCKS = 40
 HOST_PAGES = 24
 NULL = 0
+GARBAGE = "garbage"
 
 # The operations are the product: 5,000 in CI, 100,000 in the nightly profile.
 NIGHTLY = os.environ.get("HISPARSE_NIGHTLY") == "1"
@@ -133,6 +134,9 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(prefix=st.integers(0, 2), length=st.integers(2, 9))
     def admit(self, prefix: int, length: int) -> None:
+        self.admit_now(prefix, length)
+
+    def admit_now(self, prefix: int, length: int) -> None:
         names = [(prefix, i) for i in range(length)]
         by_name = {p.name: i for i, p in enumerate(self.host.pages) if p.name}
         hits = []
@@ -200,7 +204,9 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data) -> None:
         """Finished, aborted or preempted: the core sees the same."""
-        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.leave_now(data.draw(st.sampled_from(sorted(self.requests))))
+
+    def leave_now(self, request_id: str) -> None:
         request = self.requests[request_id]
         unwritten = request.pages[len(request.entries) :]
         if any(self.host.pages[page].references > 1 for page in unwritten):
@@ -242,6 +248,43 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
+        self.take_step()
+        self.read_everything()
+
+    @rule(data=st.data(), leaves=st.booleans(), prefix=st.integers(0, 2))
+    def step_whose_restores_fail(self, data, leaves: bool, prefix: int) -> None:
+        """It is known after one more step, and when others have left and come."""
+        # Pressure, or hardly ever would anything be restored.
+        for transfer in sorted(self.copies):
+            for rank in {0, 1} - self.copies[transfer][1]:
+                self.complete_rank(transfer, rank)
+        self.core._blocks.give_back(self.core._take(self.core.num_free))
+        self.core.restore_some()
+        self.admit_now((prefix + 1) % 3, 7)
+        lost = self.take_step(restores_fail=True)
+        if leaves and self.requests:
+            self.leave_now(data.draw(st.sampled_from(sorted(self.requests))))
+        self.admit_now(prefix, 9)
+        self.take_step()
+        wrong = self.core.spoil(lost, set(self.requests)) if lost else set()
+        assert wrong >= {r for r in self.requests if not self.reads_right(r)}
+        for request_id in sorted(wrong):
+            self.leave_now(request_id)
+        self.core.lose(lost)
+        self.take_step()
+        self.read_everything()
+        self.find_everything()
+
+    def find_everything(self) -> None:
+        """What a prefix hit would find is what it is named by."""
+        for page_id, page in self.core._pages.items():
+            name = self.host.pages[page_id].name
+            blocks = (page.indexer_block, *page.latent_blocks)
+            if name is not None:
+                assert {self.device[b] for b in blocks if b} == {name}, name
+
+    def take_step(self, restores_fail: bool = False) -> list[int]:
+        """Apply an update, copy, and let the forward write; returns what was lost."""
         update = self.core.take_update()
         self.frames.update(update.frames)
         for request_id, change in update.requests.items():
@@ -261,6 +304,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert len(targets) == len(set(targets)), "two restores into one block"
         for copy in update.restores:
             content = self.host.pages[copy.page_id].content
+            content = GARBAGE if restores_fail else content
             for block in (copy.indexer_block, *copy.latent_blocks):
                 if block != NULL:
                     self.device[block] = content
@@ -268,16 +312,27 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert copy.indexer_block and len(copy.latent_blocks) == STACKS
             self.copies[copy.transfer_id] = (copy, set())
         self.write_new_pages(update)
-        self.read_everything()
+        return [copy.page_id for copy in update.restores] if restores_fail else []
+
+    def reads_right(self, request_id: str) -> bool:
+        """Whether what a request has written and adopted so far is what it thinks."""
+        request = self.requests[request_id]
+        for name, entry in zip(request.names, request.entries[: request.num_full]):
+            frame = entry if entry >= 0 else INDEXER_ONLY - entry
+            blocks = [block for block in self.frames[frame] if block != NULL]
+            if any(self.device[block] != name for block in blocks):
+                return False
+        return True
 
     def write_new_pages(self, update) -> None:
         """The forward writes the pages that are not a copy of anything."""
         for request_id, change in update.requests.items():
             request = self.requests[request_id]
+            is_right = self.reads_right(request_id)
             for i in range(max(change.start, request.num_full), len(request.entries)):
                 for block in self.frames[request.entries[i]]:
                     assert block != NULL
-                    self.device[block] = request.names[i]
+                    self.device[block] = request.names[i] if is_right else GARBAGE
             request.num_full = max(request.num_full, len(request.entries) - 1)
 
     def read_everything(self) -> None:
@@ -311,7 +366,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert len(contents) == 1 or is_abandoned, contents
             # What an abandoned copy writes is anything, where nobody reads.
             self.host.pages[copy.page_id].content = (
-                "garbage" if is_abandoned else contents.pop()
+                GARBAGE if is_abandoned else contents.pop()
             )
             assert self.host.pages[copy.page_id].references > 0
             del self.copies[transfer]

@@ -13,7 +13,7 @@ proportional to what changed in it, not to the length of any context.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import nlargest
@@ -58,6 +58,7 @@ class Page:
         owners: Running requests that list the page, each with the page's index there.
         is_queued: Waits for its write-back to be issued.
         num_failures: Write-backs of it that failed.
+        is_unsettled: An owner left before it had sealed the page.
     """
 
     page_id: int
@@ -68,6 +69,13 @@ class Page:
     owners: dict[str, tuple["RequestPages", int]] = field(default_factory=dict)
     is_queued: bool = False
     num_failures: int = 0
+    is_unsettled: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has sealed it: steps in flight may write it."""
+        is_dirty = self.state is PageState.DIRTY
+        return is_dirty and not self.is_queued and not self.num_failures
 
     @property
     def entry(self) -> int:
@@ -122,7 +130,8 @@ class ResidencyConfig:
         num_ranks: Ranks that acknowledge each write-back.
         write_back_budget: Write-backs issued in one step.
         restore_budget: Pages restored in one step because there is room.
-        max_failures: Failed write-backs after which a page stays on the device.
+        max_failures: Failed write-backs after which a page stays on the device, and
+            steps with failed restores after which none is made that could be left out.
     """
 
     num_blocks: int
@@ -165,6 +174,7 @@ class Residency:
         is_stalled: Whether copies under way are not waited for any more, see `stall`.
         num_failed: Write-backs that failed so far.
         num_completed: Write-backs that completed so far.
+        num_lost: Pages whose restore failed so far.
     """
 
     def __init__(
@@ -177,7 +187,8 @@ class Residency:
         self.config = config
         self._hold, self._unhold, self._unpublish = hold, unhold, unpublish
         self.is_stalled = False
-        self.num_failed = self.num_completed = 0
+        self.num_failed = self.num_completed = self.num_lost = 0
+        self._failed_restores = 0
         self._blocks = BlockAllocator(config.num_blocks)
         # Frame 0 is the null frame, as block 0 is the null block.
         self._free_frames = list(range(config.num_blocks - 1, 0, -1))
@@ -403,9 +414,12 @@ class Residency:
         Only blocks that nobody gave up a page for: a lease, and a frame for each
         request, stay free. A restored page may be evicted again at once, so this
         costs bandwidth and nothing else. Requests with the least to restore come
-        first, and of a request the page that went last.
+        first, and of a request the page that went last. Where restores fail again and
+        again, none is made that could be left out: requests must get on.
         """
         config, budget = self.config, self.config.restore_budget
+        if self._failed_restores >= config.max_failures:
+            return
         margin = config.lease_blocks + len(self._requests) * config.frame_blocks
         mixed = (r for r in self._requests.values() if r.host_only)
         for request in sorted(mixed, key=lambda r: len(r.host_only)):
@@ -453,6 +467,7 @@ class Residency:
             elif page.state is not PageState.CLEAN and self._is_hopeless(page):
                 self._give_up(page)
             else:
+                page.is_unsettled |= page.is_open
                 if page.state is PageState.DIRTY:
                     self._queue(page)
                 self._offer(page)
@@ -570,9 +585,58 @@ class Residency:
         is over when the caller sets `is_stalled` back.
         """
         self.is_stalled = True
-        for page in list(self._pages.values()):
-            if not page.owners and page.state is not PageState.CLEAN:
+        for page in self._not_clean():
+            if not page.owners:
                 self._give_up(page)
+
+    def _not_clean(self) -> list[Page]:
+        return [p for p in self._pages.values() if p.state is not PageState.CLEAN]
+
+    def spoil(self, page_ids: Iterable[int], running: Set[str]) -> set[str]:
+        """Find out who computed with bytes that were not there: restores failed.
+
+        What these requests wrote since is wrong, and so is what others computed from
+        it. Such pages are found by nobody any more (R7). A page that its writer left
+        before it was sealed counts as wrong: who wrote it is not known any more.
+
+        Args:
+            page_ids: Pages whose restore failed.
+            running: Requests with steps in flight.
+
+        Returns:
+            The requests; the caller must release them, and call `lose` then.
+        """
+        self.num_lost += len(set(page_ids))
+        self._failed_restores += 1
+        late = [page for page in self._not_clean() if page.is_unsettled]
+        wrong = [self._pages[p] for p in page_ids if p in self._pages] + late
+        requests: set[str] = set()
+        while wrong:
+            page = wrong.pop()
+            self._unpublish(page.page_id)
+            for name in (page.owners.keys() & running) - requests:
+                requests.add(name)
+                owner, _ = page.owners[name]
+                wrong += [p for p in owner.pages[owner.num_sealed :] if p.is_open]
+        for page in late:
+            if not page.owners:
+                self._give_up(page)
+        return requests
+
+    def lose(self, page_ids: Iterable[int]) -> None:
+        """Drop what pages have on the device: their restore failed.
+
+        Only requests that were not running may still own them. Each holds a lease: the
+        page was without latents when it had it already (R2).
+        """
+        for page_id in page_ids:
+            page = self._pages.get(page_id)
+            if page is None or page.state is not PageState.CLEAN:
+                continue
+            if not page.owners:
+                self._drop(page)
+            elif self._evictable_latents.pop(page_id, None) is not None:
+                self._lose_latents(page)
 
     def take_update(self) -> StepUpdate:
         """Hand out everything that changed since the last call."""

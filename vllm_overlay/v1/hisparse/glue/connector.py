@@ -214,6 +214,10 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         done, failed = self.worker.take_acks()
         return HiSparseAcks(done, failed) if done or failed else None
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Pages whose restore failed: whoever read them is computed again."""
+        return self.worker.copier.take_not_restored()
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         pass
 

@@ -7,7 +7,8 @@ request a frame on the device, and answers "does it fit" for both pools.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
@@ -25,6 +26,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from ..capacity import PoolPlan
 from ..residency import Place, Residency, ResidencyConfig, Start
 from .spec import HiSparsePageSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 logger = init_logger(__name__)
 
@@ -197,6 +201,44 @@ class HiSparseManager(FullAttentionManager):
                 self.residency.config.max_failures,
             )
 
+    def recompute(
+        self, scheduler: "Scheduler", page_ids: set[int], scheduled: Iterable[str]
+    ) -> set[str]:
+        """Take back what was computed with pages whose restore failed.
+
+        Affected requests are preempted, tokens in flight included: the runner keeps
+        its own count of a running request's tokens, which cannot be taken back. The
+        pages are found by nobody any more, so that the requests get on even if every
+        restore fails.
+
+        Args:
+            scheduler: Before it looks at the outputs of the step that restored.
+            page_ids: From the workers.
+            scheduled: Requests of that step.
+
+        Returns:
+            Requests whose output of that step is not to be used.
+        """
+        running = {request.request_id for request in scheduler.running}
+        wrong = self.residency.spoil(page_ids, running)
+        logger.warning_once(
+            "HiSparse: copies from the host have failed; requests that needed the "
+            "pages compute them again (lost_pages counts them)"
+        )
+        # Backwards, for each goes to the front of those that wait.
+        for request in reversed(scheduler.running):
+            if request.request_id in wrong:
+                scheduler._preempt_request(request, time.monotonic(), True)
+        scheduler.running = [r for r in scheduler.running if r.request_id not in wrong]
+        self.residency.lose(page_ids)
+        # Preempted since the step began: what it read is not known any more.
+        for request_id in scheduled:
+            request = scheduler.requests.get(request_id)
+            if request is not None and request.num_stale_output_tokens:
+                request.drop_stale_output = True
+                wrong.add(request_id)
+        return wrong
+
     # --- sealing and release ----------------------------------------------------
 
     def remove_skipped_blocks(
@@ -238,6 +280,7 @@ class HiSparseManager(FullAttentionManager):
             "host_pool_usage": self.block_pool.get_usage(),
             "pending_transfers": self.residency.num_pending,
             "failed_transfers": self.residency.num_failed,
+            "lost_pages": self.residency.num_lost,
             "stalled": int(self.residency.is_stalled),
             "requests_full": len(self._known) - mixed,
             "requests_mixed": mixed,

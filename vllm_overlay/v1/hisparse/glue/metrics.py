@@ -27,6 +27,7 @@ GAUGES = {
     "host_pool_usage": "Share of the host pool that is in use, 0 to 1.",
     "pending_transfers": "Write-backs that are queued or under way.",
     "failed_transfers": "Write-backs that failed since the start.",
+    "lost_pages": "Pages whose restore failed since the start; they are recomputed.",
     "stalled": "1 while write-backs are under way and none ends, else 0.",
     "requests_full": "Running requests with all pages on the device.",
     "requests_mixed": "Running requests that hold a hot lease.",

@@ -55,8 +55,13 @@ class CopyEngine(Protocol):
             ranges: Byte ranges of all of them, in their order, as many for each.
         """
 
-    def run(self, ranges: ByteRanges) -> None:
-        """Copy to the device, before anything that is launched after this call."""
+    def run(self, ranges: ByteRanges) -> bool:
+        """Copy to the device, before anything that is launched after this call.
+
+        Returns:
+            Whether all of it was accepted. If not, a part may have been: it is over
+            before anything that is launched after this call, too.
+        """
 
     def poll(self) -> tuple[list[int], list[int]]:
         """Copies that completed, and that failed, since the last call.
@@ -90,6 +95,7 @@ class PageCopier:
         engine: CopyEngine,
     ) -> None:
         self.engine = engine
+        self._slab = slab
         self._slab_address, self._block_bytes = slab.data_ptr(), plan.block_bytes
         layers = [(0, p.byte_offset, p.name) for p in plan.indexers]
         layers += [(1 + p.stack, p.byte_offset, p.name) for p in plan.latents]
@@ -102,6 +108,7 @@ class PageCopier:
         self._page_bytes = np.array([p.shape[1] for p in pages], dtype=np.int64)
         self._frame_blocks = plan.frame_blocks
         self._restored_bytes = self._written_bytes = 0
+        self._not_restored: set[int] = set()
 
     def write_back(self, copies: list[PageCopy]) -> None:
         """Start to copy pages to the host."""
@@ -112,12 +119,26 @@ class PageCopier:
         self._written_bytes += ranges.num_bytes
 
     def restore(self, copies: list[PageCopy]) -> None:
-        """Copy pages, or parts of them, to the device before the step's forward."""
+        """Copy pages, or parts of them, to the device before the step's forward.
+
+        If that fails, their blocks hold zeros: what others left there need not be
+        numbers in the format of these layers, and other requests of the step must not
+        suffer.
+        """
         if not copies:
             return
         ranges = self._device_to_host(copies).reversed()
-        self.engine.run(ranges)
-        self._restored_bytes += ranges.num_bytes
+        if self.engine.run(ranges):
+            self._restored_bytes += ranges.num_bytes
+            return
+        self._not_restored.update(copy.page_id for copy in copies)
+        blocks = [b for c in copies for b in (c.indexer_block, *c.latent_blocks) if b]
+        self._slab[torch.tensor(blocks, device=self._slab.device)] = 0
+
+    def take_not_restored(self) -> set[int]:
+        """Pages whose restore failed since the last call."""
+        taken, self._not_restored = self._not_restored, set()
+        return taken
 
     def poll(self) -> tuple[list[int], list[int]]:
         """Write-backs that completed, and that failed, since the last call."""

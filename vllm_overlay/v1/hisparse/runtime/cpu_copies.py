@@ -25,6 +25,7 @@ class CpuCopies:
         reorder: Order in which copies that are due complete, from their ids.
         fails: Whether a copy that is due fails, by its id.
         never: Whether a copy never completes, by its id.
+        refuses: Whether copies to the device are refused; asked once for each batch.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class CpuCopies:
         self.reorder: Callable[[list[int]], list[int]] = list
         self.fails: Callable[[int], bool] = _no
         self.never: Callable[[int], bool] = _no
+        self.refuses: Callable[[], bool] = lambda: False
 
     def start(self, transfer_ids: list[int], ranges: ByteRanges) -> None:
         """See `CopyEngine`."""
@@ -41,8 +43,14 @@ class CpuCopies:
         for transfer_id, own in zip(transfer_ids, ranges.split(len(transfer_ids))):
             self._pending[transfer_id] = (due, own)
 
-    def run(self, ranges: ByteRanges) -> None:
+    def run(self, ranges: ByteRanges) -> bool:
         """See `CopyEngine`."""
+        if self.refuses():
+            return False
+        self._move(ranges)
+        return True
+
+    def _move(self, ranges: ByteRanges) -> None:
         for target, source, size in zip(
             ranges.targets.tolist(), ranges.sources.tolist(), ranges.sizes.tolist()
         ):
@@ -59,7 +67,7 @@ class CpuCopies:
             if self.fails(transfer_id):
                 failed.append(transfer_id)
             else:
-                self.run(ranges)
+                self._move(ranges)
                 done.append(transfer_id)
         return done, failed
 
