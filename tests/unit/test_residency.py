@@ -451,6 +451,26 @@ def test_a_stall_gives_up_other_pages_when_their_owners_leave() -> None:
     check_integrity(core)
 
 
+def test_a_request_that_is_sent_again_has_all_its_entries_and_its_lease() -> None:
+    core = make(101)
+    hits = cached(core, range(1, 13))
+    to_the_host(core)
+    fill(core, 69, "other")
+    assert start(core, hits[:11]) is Start.LEAN
+    first = core.take_update().requests["b"]
+    core.append("b", [501])
+    core.resend("b")
+    # Also what changes in the same step is named once.
+    core.release("other", lambda page: False)
+    core.restore_some()
+    again = core.take_update().requests["b"]
+    assert again.start == first.start == 0 and not again.changed
+    assert len(again.entries) == len(first.entries) + 1
+    assert sum(e < 0 for e in again.entries) < sum(e < 0 for e in first.entries)
+    assert again.lease is first.lease is not None
+    assert "b" not in core.take_update().requests
+
+
 # --- restores that fail -------------------------------------------------------------
 
 

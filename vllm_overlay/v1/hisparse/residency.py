@@ -363,6 +363,13 @@ class Residency:
         self._promised_pages += num_promised
         self._update.requests[request_id] = RequestUpdate(start=0)
 
+    def resend(self, request_id: str) -> None:
+        """Hand a request's whole table out again: workers may give it another row."""
+        request = self._requests[request_id]
+        request.num_sent = 0
+        update = RequestUpdate(start=0, lease=request.lease)
+        self._update.requests[request_id] = update
+
     def append(self, request_id: str, page_ids: Iterable[int]) -> None:
         """Give a request new pages with frames of their own, not yet written.
 

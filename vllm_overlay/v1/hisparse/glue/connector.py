@@ -117,7 +117,11 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: "SchedulerOutput"
     ) -> KVConnectorMetadata:
-        return HiSparseMetadata(self.manager.residency.take_update())
+        residency = self.manager.residency
+        # New to the workers, or a session that goes on after it waited for input.
+        for new in scheduler_output.scheduled_new_reqs:
+            residency.resend(new.req_id)
+        return HiSparseMetadata(residency.take_update())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         acks = connector_output.kv_connector_worker_meta
