@@ -70,6 +70,31 @@ def test_a_second_turn_recomputes_the_unsealed_tail_only(
     engine.assert_drained()
 
 
+def test_hits_are_counted_by_where_the_pages_were(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [4 + (23 * i) % 250 for i in range(5 * PAGE + 3)]
+    assert engine.llm.reset_prefix_cache()
+    scheduler = engine.core.scheduler
+    make_stats, hits = scheduler.make_stats, {"device": 0, "host": 0}
+
+    def recorded(*args, **kwargs):
+        stats = make_stats(*args, **kwargs)
+        for where in hits:
+            name = f"prefix_pages_{where}"
+            hits[where] += (stats.kv_connector_stats or {}).get(name, 0)
+        return stats
+
+    engine.generate([prompt], 2, forget=False)
+    monkeypatch.setattr(scheduler, "make_stats", recorded)
+    to_host_only(engine)
+    found = []
+    for _ in range(2):
+        engine.generate([prompt], 2, forget=False)
+        found.append(dict(hits))
+    assert found == [{"device": 0, "host": 5}, {"device": 5, "host": 5}]
+
+
 def test_a_preempted_request_resumes_from_its_pages(
     engine: Engine, oracle: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,11 +141,13 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def get_kv_connector_stats(self) -> HiSparseStats | None:
-        """Counters on a worker, gauges on the scheduler."""
+        """Counters on a worker; gauges and counters of its own on the scheduler."""
         if self._worker is not None:
             return HiSparseStats(self._worker.take_counters())
         if self._manager is not None:
-            return HiSparseStats(self._manager.gauges())
+            return HiSparseStats(
+                {**self._manager.gauges(), **self._manager.take_counters()}
+            )
         return None
 
     @classmethod

@@ -66,6 +66,7 @@ class HiSparseManager(FullAttentionManager):
         self._timeout_s = kv_cache_spec.transfer_timeout_s
         # Copies that had ended when one ended last, and when that was.
         self._num_ended, self._last_end = 0, self._clock()
+        self._counted_hits = (0, 0)
         self._promised_pages: dict[str, int] = {}
         self._known: set[str] = set()
         # Of the request whose blocks were counted last; it allocates next.
@@ -288,6 +289,14 @@ class HiSparseManager(FullAttentionManager):
             "pages_both": self.residency.num_owned(Place.BOTH),
             "pages_host": self.residency.num_owned(Place.HOST),
         }
+
+    def take_counters(self) -> dict[str, int]:
+        """Increments of `metrics.SCHEDULER_COUNTERS` since the last call."""
+        residency = self.residency
+        hits = residency.num_device_hits, residency.num_host_hits
+        device, host = (new - old for new, old in zip(hits, self._counted_hits))
+        self._counted_hits = hits
+        return {"prefix_pages_device": device, "prefix_pages_host": host}
 
     def name_medium(self, events: list[KVCacheEvent]) -> None:
         """Say in the pool's events that its pages are in main memory."""

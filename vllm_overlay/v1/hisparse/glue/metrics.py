@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-# Counted by the workers; a step's increments.
-COUNTERS = {
+# A step's increments, counted by the workers.
+WORKER_COUNTERS = {
     # Of the union of a request's query rows; both together are its size.
     "cache_hits": "Distinct selected rows found in a hot buffer.",
     "cache_misses": "Distinct selected rows fetched from the host pool.",
@@ -22,6 +22,12 @@ COUNTERS = {
     "host_to_device_bytes": "Bytes of fetched rows and restored pages, all ranks.",
     "device_to_host_bytes": "Bytes of pages written back to host pools, all ranks.",
 }
+# And by the scheduler.
+SCHEDULER_COUNTERS = {
+    "prefix_pages_device": "Pages of prefix hits whose latents were on the device.",
+    "prefix_pages_host": "Pages of prefix hits whose latents were on the host only.",
+}
+COUNTERS = {**WORKER_COUNTERS, **SCHEDULER_COUNTERS}
 # Known to the scheduler; the latest value counts.
 GAUGES = {
     "host_pool_usage": "Share of the host pool that is in use, 0 to 1.",

@@ -29,7 +29,7 @@ from ..runtime.stream_copies import StreamCopies
 from ..settings import GIB
 from .backends import check_backends, with_block_table
 from .block_tables import HiSparseBlockTables
-from .metrics import COUNTERS
+from .metrics import WORKER_COUNTERS
 
 logger = init_logger(__name__)
 
@@ -108,12 +108,12 @@ class HiSparseWorker:
         return {transfer_id: {self.rank} for transfer_id in done}, set(failed)
 
     def take_counters(self) -> dict[str, int]:
-        """Increments of `metrics.COUNTERS` since the last call.
+        """Increments of `metrics.WORKER_COUNTERS` since the last call.
 
         vLLM adds up what the ranks report. All of them select the same rows, so one
         of them counts those; each counts its own bytes.
         """
-        totals = dict.fromkeys(COUNTERS, 0)
+        totals = dict.fromkeys(WORKER_COUNTERS, 0)
         by_unit, faults = self._counters.take()
         check_faults(faults)
         is_first = self.rank == 0
