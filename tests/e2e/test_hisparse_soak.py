@@ -3,8 +3,8 @@
 """Random traffic over pools that are always short: nothing leaks, no bit changes.
 
 Requests of random lengths with shared prefixes come, are aborted, finish; copies are
-late and out of order; the prefix cache is reset now and then. `nox -s soak` runs it
-with many more requests (HISPARSE_SOAK_REQUESTS).
+late and out of order, or fail; the prefix cache is reset now and then. `nox -s soak`
+runs it with many more requests (HISPARSE_SOAK_REQUESTS).
 """
 
 import os
@@ -48,7 +48,11 @@ def host_pool(pages: int) -> dict:
 
 
 class Soak:
-    """Feeds an engine and looks at what comes out."""
+    """Feeds an engine and looks at what comes out.
+
+    Attributes:
+        share_lost: Share of the steps with restores in which these fail.
+    """
 
     def __init__(self, engine: Engine, expected: list, seed: int) -> None:
         self.engine, self.expected, self.random = engine, expected, Random(seed)
@@ -57,6 +61,7 @@ class Soak:
         self.kinds: dict[str, int] = {}
         self.num_added = self.num_finished = self.num_aborted = 0
         self.copies = engine.copier.engine
+        self.share_lost = 0.0
 
     def add(self) -> None:
         from vllm import SamplingParams
@@ -81,6 +86,9 @@ class Soak:
         self.copies.delay_steps = random.choice((0, 0, 1, 3, 9))
         order = random.random()
         self.copies.reorder = lambda due: sorted(due, key=lambda t: (t * order) % 1)
+        self.copies.refuses = lambda: random.random() < self.share_lost
+        # Or pages would never come back any more when blocks lie idle.
+        self.engine.residency._failed_restores = 0
         if random.random() < 0.02:
             self.engine.llm.reset_prefix_cache()
 
@@ -120,19 +128,26 @@ class Soak:
                 seconds = time.monotonic() - start
                 print(f"{5 * shown:3d} % of {requests} requests, {seconds:.0f} s")
         self.copies.delay_steps = 0
+        self.copies.refuses = lambda: False
 
 
-@pytest.mark.parametrize("name", ["short host pool", "async"])
+WAYS = {
+    "short host pool": host_pool(HOST_PAGES),
+    "async": {**CONNECTOR, "async_scheduling": True},
+    "restores fail": {**host_pool(HOST_PAGES), "async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
 def test_nothing_leaks_and_no_bit_changes(
     engines: Engines, expected: list, name: str
 ) -> None:
-    options = {
-        "short host pool": host_pool(HOST_PAGES),
-        "async": {**CONNECTOR, "async_scheduling": True},
-    }[name]
-    engine = engines.get(**small_budget("fp32", 16), **options)
+    engine = engines.get(**small_budget("fp32", 16), **WAYS[name])
     soak = Soak(engine, expected, SEED)
+    soak.share_lost = 0.3 if name == "restores fail" else 0.0
+    lost = engine.residency.num_lost
     soak.run(REQUESTS)
+    assert (engine.residency.num_lost > lost) == (name == "restores fail")
     assert soak.num_finished + soak.num_aborted == REQUESTS
     assert soak.num_finished > REQUESTS // 2
     engine.assert_drained()
