@@ -151,6 +151,35 @@ def test_samples_of_one_prompt_share_its_pages(engine: Engine, oracle: Engine) -
     engine.assert_drained()
 
 
+@pytest.mark.parametrize("length", [150, 155])
+def test_a_turn_goes_on_from_an_answer_that_stopped_within_the_steps_in_flight(
+    engines: Engines, oracle: Engine, length: int
+) -> None:
+    """In the middle of a page, and where only the step in flight would fill one."""
+    from vllm import SamplingParams
+
+    engine = engines.get(
+        **small_budget("fp32", PAGE), **CONNECTOR, async_scheduling=True
+    )
+    first = [4 + (31 * i + i * i // 5) % 250 for i in range(length)]
+    (answer,) = oracle.generate([first], 5)
+    stop = answer.tokens[4]
+    assert stop not in answer.tokens[:4]
+    assert engine.llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=50, stop_token_ids=[stop])
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": first}], params, use_tqdm=False
+    )
+    assert tuple(output.outputs[0].token_ids) == answer.tokens
+    to_host_only(engine)
+    second = [*first, *answer.tokens, *range(20, 43)]
+    (got,) = engine.generate([second], 10, forget=False)
+    (want,) = oracle.generate([second], 10)
+    assert got.num_cached_tokens >= length // PAGE * PAGE
+    assert got.same_output(want)
+    engine.assert_drained()
+
+
 def test_salt_separates_prefixes(engine: Engine) -> None:
     prompt = PROMPTS[0]
     assert engine.llm.reset_prefix_cache()
