@@ -8,7 +8,7 @@ another row of the workers' tables.
 
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, SupportsIndex
 
 import pytest
 
@@ -40,7 +40,7 @@ class InTurn(list):
     vLLM takes the latest: a session would get the row again that it had.
     """
 
-    def pop(self, index: int = 0) -> int:
+    def pop(self, index: SupportsIndex = 0) -> int:
         return super().pop(index)
 
 

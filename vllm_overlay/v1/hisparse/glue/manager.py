@@ -234,9 +234,9 @@ class HiSparseManager(FullAttentionManager):
         self.residency.lose(page_ids)
         # Preempted since the step began: what it read is not known any more.
         for request_id in scheduled:
-            request = scheduler.requests.get(request_id)
-            if request is not None and request.num_stale_output_tokens:
-                request.drop_stale_output = True
+            other = scheduler.requests.get(request_id)
+            if other is not None and other.num_stale_output_tokens:
+                other.drop_stale_output = True
                 wrong.add(request_id)
         return wrong
 
