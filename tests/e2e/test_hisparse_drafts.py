@@ -10,6 +10,7 @@ the prefixes that the first time left. The reference has no drafts, HiSparse off
 memory and each prompt alone.
 """
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Drafts:
         is_async: Whether scheduling is asynchronous.
         speculative: Further options of `speculative_config`.
         options: Further engine options.
+        compares_drafts: Whether they depend on nothing but the tokens before them.
     """
 
     count: int
@@ -51,6 +53,7 @@ class Drafts:
     is_async: bool
     speculative: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    compares_drafts: bool = True
 
 
 # Drafts of some batch sizes only, and none from seven requests on.
@@ -66,12 +69,22 @@ CASES = {
     "3-one-choice": Drafts(
         3, "fp32", None, False, {"index_share_for_mtp_iteration": True}
     ),
+    "4-of-four-layers": Drafts(
+        4, "fp32", SMALLEST, False, options={"model": {"mtp_layers": 4}}
+    ),
+    # The release runs the first layer twice over the same rows: its drafts depend on
+    # where steps begin.
     "4-of-two-layers": Drafts(
-        4, "fp32", SMALLEST, False, options={"model": {"mtp_layers": 2}}
+        4,
+        "fp32",
+        SMALLEST,
+        True,
+        options={"model": {"mtp_layers": 2}},
+        compares_drafts=False,
     ),
 }
 # All of them at night, with HISPARSE_NIGHTLY=1.
-IN_EVERY_RUN = ("1", "5-smallest-fp8", "3-by-batch-size", "4-of-two-layers")
+IN_EVERY_RUN = ("1", "5-smallest-fp8", "3-by-batch-size", "4-of-four-layers")
 CHOSEN = CASES if os.environ.get("HISPARSE_NIGHTLY") == "1" else IN_EVERY_RUN
 # Four prompts fill 33 pages; with their answers they want 43.
 SMALL_BUDGET_TOKENS = 34 * BLOCK_SIZE
@@ -80,18 +93,15 @@ NEW_TOKENS = 40
 
 @dataclass
 class Verdicts:
-    """Drafts and what became of them, in the scheduler's view.
+    """What became of drafts.
 
     Attributes:
-        drafts: Draft tokens by prompt and number of tokens known, with synchronous
-            scheduling only.
         accepted: Drafts that the target model agreed with.
         rejected: Others.
         crossings: Steps of a request whose rejected drafts were written to a later
             page than its last accepted token.
     """
 
-    drafts: dict[tuple, list[int]] = field(default_factory=dict)
     accepted: int = 0
     rejected: int = 0
     crossings: int = 0
@@ -111,7 +121,6 @@ class Verdicts:
                 # The last token known is the first row that the step wrote.
                 first = request.num_tokens - 1
                 kept = len(output.sampled_token_ids[row])
-                self.drafts[tuple(request.prompt_token_ids), first] = list(drafts)
                 self.accepted += kept - 1
                 self.rejected += len(drafts) + 1 - kept
                 accepted_page = (first + kept - 1) // BLOCK_SIZE
@@ -121,15 +130,45 @@ class Verdicts:
         patch.setattr(scheduler, "update_from_output", look_and_update)
         return self
 
-    def same_drafts(self, other: "Verdicts") -> int:
-        """Compare drafts made after the same tokens; returns how many were."""
-        num_same = 0
-        for known in self.drafts.keys() & other.drafts.keys():
-            # There may be fewer of them in one of the two.
-            for mine, theirs in zip(self.drafts[known], other.drafts[known]):
-                assert mine == theirs, f"a draft differs after {known[1]} tokens"
-                num_same += 1
-        return num_same
+
+class Proposals:
+    """What a drafter proposed, by prompt and number of tokens known.
+
+    The scheduler does not know: the V2 runner shows it drafts only for structured
+    output.
+    """
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.drafts: dict[tuple, list[list[int]]] = {}
+        scheduler, speculator = engine.core.scheduler, engine.runner.speculator
+        propose = speculator.propose
+        signature = inspect.signature(propose)
+
+        def propose_and_note(*args: Any, **kwargs: Any) -> Any:
+            proposed = propose(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            batch = given["input_batch"]
+            known = (batch.seq_lens[: batch.num_reqs] - given["num_rejected"]).tolist()
+            for index, request_id in enumerate(batch.req_ids):
+                request = scheduler.requests.get(request_id)
+                # No token was sampled in the middle of a prompt.
+                if request is None or not given["num_sampled"][index]:
+                    continue
+                key = tuple(request.prompt_token_ids), known[index]
+                self.drafts.setdefault(key, []).append(proposed[index].tolist())
+            return proposed
+
+        patch.setattr(speculator, "propose", propose_and_note)
+
+    def assert_same(self, other: "Proposals") -> None:
+        """Compare drafts after the same tokens; most of `other` must have some."""
+        common = self.drafts.keys() & other.drafts.keys()
+        assert len(common) > len(other.drafts) / 2
+        for key in common:
+            for mine in self.drafts[key]:
+                # There may be fewer of them in one of the two.
+                for one, right in zip(mine, other.drafts[key][0]):
+                    assert one == right, f"a draft differs after {key[1]} tokens"
 
 
 def preempt_at(
@@ -177,6 +216,23 @@ def expected(engines: Engines) -> Callable[[Drafts], list[Generation]]:
     return get
 
 
+def with_drafts(engines: Engines, drafts: Drafts) -> tuple[Engine, Engine]:
+    """Engines with HiSparse under pressure, and without it and with ample memory."""
+    speculative = {"method": "mtp", "num_speculative_tokens": drafts.count}
+    shared = {
+        "speculative_config": {**speculative, **drafts.speculative},
+        **drafts.options,
+    }
+    options = {
+        "async_scheduling": drafts.is_async,
+        "kv_cache_memory_bytes": SMALL_BUDGET_TOKENS * TOKEN_BYTES[drafts.format],
+        **shared,
+    }
+    case = Case(drafts.format, options, hot_rows=drafts.hot_rows)
+    on = with_hisparse(engines, case)
+    return on, engines.get(**FORMATS[drafts.format], **shared)
+
+
 @pytest.mark.parametrize("name", CHOSEN)
 def test_drafts_under_pressure_change_no_bit(
     engines: Engines,
@@ -186,17 +242,9 @@ def test_drafts_under_pressure_change_no_bit(
 ) -> None:
     drafts = CASES[name]
     want = expected(drafts)
-    speculative = {"method": "mtp", "num_speculative_tokens": drafts.count}
-    options = {
-        "speculative_config": {**speculative, **drafts.speculative},
-        "async_scheduling": drafts.is_async,
-        "kv_cache_memory_bytes": SMALL_BUDGET_TOKENS * TOKEN_BYTES[drafts.format],
-        **drafts.options,
-    }
-    engine = with_hisparse(
-        engines, Case(drafts.format, options, hot_rows=drafts.hot_rows)
-    )
+    engine, off = with_drafts(engines, drafts)
     verdicts = Verdicts.watch(engine, monkeypatch)
+    proposals = Proposals(engine, monkeypatch)
     misses = engine.hot_misses
     hook = preempt_at(engine, {12, 20}, monkeypatch)
     first = engine.generate(PROMPTS, NEW_TOKENS, each_step=hook)
@@ -211,15 +259,23 @@ def test_drafts_under_pressure_change_no_bit(
             assert one.tokens == right.tokens
             assert one.logprobs == right.logprobs
     engine.assert_drained()
-    if drafts.is_async:
-        return
-    model = options.pop("model", None)
-    off = engines.get(
-        model,
-        **FORMATS[drafts.format],
-        speculative_config=options["speculative_config"],
-    )
-    reference = Verdicts.watch(off, monkeypatch)
-    off.generate(PROMPTS, NEW_TOKENS)
-    # Steps begin elsewhere after a preemption, and on prefixes.
-    assert verdicts.same_drafts(reference) > len(reference.drafts)
+    if drafts.compares_drafts:
+        reference = Proposals(off, monkeypatch)
+        off.generate(PROMPTS, NEW_TOKENS)
+        proposals.assert_same(reference)
+
+
+def test_a_lost_row_of_a_draft_layer_shows(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the drafts, and nowhere else: the comparison above can fail."""
+    drafts = CASES["1"]
+    engine, off = with_drafts(engines, drafts)
+    proposals, reference = Proposals(engine, monkeypatch), Proposals(off, monkeypatch)
+    name = max(place.name for place in engine.worker.plan.device.latents)
+    rows = engine.worker.host.layers[name]
+    got = engine.generate(PROMPTS, NEW_TOKENS, each_step=rows.zero_)
+    want = off.generate(PROMPTS, NEW_TOKENS)
+    assert all(map(Generation.same_output, got, want))
+    with pytest.raises(AssertionError, match="a draft differs"):
+        proposals.assert_same(reference)

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from ..capacity import HotSizes, Limits, PoolPlan, plan_pools, pool_bytes
 from ..layout import DevicePlan, IndexerLayer, LatentLayer, plan_device
 from ..report import startup_line
+from ..settings import refusal
 from .config import check_block_size, hot_rows, settings_of
 from .spec import HiSparseKVCacheConfig, HiSparsePageSpec
 
@@ -104,12 +105,12 @@ def _dsa_specs(groups: Sequence[KVCacheGroupSpec]) -> Mapping[str, MLAAttentionS
     }
     if others or len(groups) != 1:
         name, kind = next(iter(others.items()), ("", ""))
-        raise ValueError(
-            f"HiSparse: the model has {len(groups)} KV cache groups and {len(others)} "
-            "layers that are not plain MLA caches"
-            + (f" (first: {name}, {kind})" if others else "")
-            + "; allowed: one group of MLA latents and their indexers. Remedy: use a "
-            "drafter with DSA layers (MTP), or serve this model without HiSparse."
+        raise refusal(
+            "the KV cache of the model and its drafter (speculative_config.method)",
+            f"{len(groups)} groups, with {len(others)} layers that are not plain MLA "
+            "caches" + (f" (first: {name}, {kind})" if others else ""),
+            "one group of MLA latents and their indexers",
+            "draft with layers that have them (method mtp), or serve without HiSparse",
         )
     return specs  # type: ignore[return-value]
 
