@@ -23,9 +23,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
-import report
+import verdict
 from fitting import CALIBRATED, calibrate
-from report import SIZE, SIZES, Stream, Study
+from verdict import SIZE, SIZES, Stream, Study
 from rules import ONLINE, OPTIMUM
 from simulation import Measured, mean, measure
 from streams import Model, Shape
@@ -156,10 +156,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = " ".join(["python bench/policy/study.py", *argv])
     versions = f"Python {platform.python_version()}, numpy {np.__version__}"
     name = f"policy-{_date()}"
-    charts = {f"{name}-{key}.svg": text for key, text in report.charts(study).items()}
+    charts = {f"{name}-{key}.svg": text for key, text in verdict.charts(study).items()}
     seconds = time.process_time()
     about = f"{_date()}; {versions}; {seconds:.0f} s of CPU time"
-    text = report.text(study, command, about, list(charts) if args.out else [])
+    text = verdict.text(study, command, about, list(charts) if args.out else [])
     print(text, end="")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ CASES = {
         4,
         "fp32",
         SMALLEST,
-        True,
+        False,
         options={"model": {"mtp_layers": 2}},
         compares_drafts=False,
     ),

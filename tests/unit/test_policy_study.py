@@ -15,7 +15,7 @@ import pytest
 
 np = pytest.importorskip("numpy", reason="the study needs numpy")
 
-import report  # noqa: E402
+import verdict  # noqa: E402
 import rules  # noqa: E402
 import study  # noqa: E402
 from fitting import nelder_mead  # noqa: E402
@@ -250,41 +250,41 @@ def test_steps_that_warm_up_are_not_counted() -> None:
 def test_same_seed_gives_the_same_report() -> None:
     shape = Shape(8, 512, 120, 90)
     first, second = (study.run(shape, 2, 1, [0.65, 1.0]) for _ in range(2))
-    assert report.text(first, "", "", []) == report.text(second, "", "", [])
+    assert verdict.text(first, "", "", []) == verdict.text(second, "", "", [])
     # Of a rule that draws nothing: what differs is the stream.
-    by_seed = [[s.rates["LRU", size] for size in report.SIZES] for s in first.by_seed]
+    by_seed = [[s.rates["LRU", size] for size in verdict.SIZES] for s in first.by_seed]
     assert by_seed[0] != by_seed[1]
 
 
-def judged(won: dict[str, tuple[float, float]], elsewhere: float = 0.0) -> report.Study:
+def judged(won: dict[str, tuple[float, float]], elsewhere: float = 0.0) -> verdict.Study:
     """A study in which LRU misses 20 %, the optimum 10 %, and rules win this much."""
 
     def measured(number: int) -> Measured:
         rates = {
             (rule.name, size): 0.2 - 0.1 * won.get(rule.name, (0.0, 0.0))[number]
             for rule in rules.ONLINE
-            for size in report.SIZES
+            for size in verdict.SIZES
         }
-        rates |= {("optimum", size): 0.1 for size in report.SIZES}
+        rates |= {("optimum", size): 0.1 for size in verdict.SIZES}
         return Measured(0.7, rates)
 
     by_seed = [measured(0), measured(1)]
     other = measured(0)
     other.rates["FIFO", 2] -= 0.1 * elsewhere
-    others = [report.Stream("another", other)]
+    others = [verdict.Stream("another", other)]
     shape = Shape(4, 40, 10, 5)
-    return report.Study(MODEL, shape, by_seed, by_seed[0], others, others)
+    return verdict.Study(MODEL, shape, by_seed, by_seed[0], others, others)
 
 
 def test_rule_qualifies_that_wins_a_quarter_on_every_seed_at_no_more_work() -> None:
     won = {"clock": (0.26, 0.27), "FIFO": (0.3, 0.2), "score now": (0.9, 0.9)}
     found = judged(won)
-    assert [rule.name for rule in report.qualified(found)] == ["clock"]
-    assert "these win back a quarter: **clock**" in report.verdict(found)
+    assert [rule.name for rule in verdict.qualified(found)] == ["clock"]
+    assert "these win back a quarter: **clock**" in verdict.verdict(found)
 
 
 def test_verdict_says_that_lru_stays_and_what_more_work_would_win() -> None:
-    said = report.verdict(judged({"clock": (0.2, 0.3), "score now": (0.5, 0.7)}))
+    said = verdict.verdict(judged({"clock": (0.2, 0.3), "score now": (0.5, 0.7)}))
     assert "LRU stays" in said
     assert "no more device work is clock: 18.0 %, 20 % of the gap (20 to 30" in said
     assert "more device work is score now: 15.0 %, 50 % of the gap (50 to 70" in said
@@ -292,7 +292,7 @@ def test_verdict_says_that_lru_stays_and_what_more_work_would_win() -> None:
 
 
 def test_verdict_names_a_rule_that_would_win_on_another_stream() -> None:
-    said = report.verdict(judged({}, elsewhere=0.4))
+    said = verdict.verdict(judged({}, elsewhere=0.4))
     assert "FIFO wins 40 % of the gap on 'another'" in said
 
 
