@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 import verdict
 from fitting import CALIBRATED, calibrate
-from verdict import SIZE, SIZES, Stream, Study
 from rules import ONLINE, OPTIMUM
 from simulation import Measured, mean, measure
 from streams import Model, Shape
+from verdict import SIZE, SIZES, Stream, Study
 
 # Chosen for overlaps of about 0.95 to 0.5; 1 is the calibrated stream.
 _PACES = (0.17, 0.3, 0.45, 0.65, 0.8, 1.0, 1.25, 1.5, 1.8)

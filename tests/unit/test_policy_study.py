@@ -15,9 +15,9 @@ import pytest
 
 np = pytest.importorskip("numpy", reason="the study needs numpy")
 
-import verdict  # noqa: E402
 import rules  # noqa: E402
 import study  # noqa: E402
+import verdict  # noqa: E402
 from fitting import nelder_mead  # noqa: E402
 from simulation import Measured, measure  # noqa: E402
 from streams import Model, Shape, next_uses, pick, score_steps  # noqa: E402
@@ -256,7 +256,9 @@ def test_same_seed_gives_the_same_report() -> None:
     assert by_seed[0] != by_seed[1]
 
 
-def judged(won: dict[str, tuple[float, float]], elsewhere: float = 0.0) -> verdict.Study:
+def judged(
+    won: dict[str, tuple[float, float]], elsewhere: float = 0.0
+) -> verdict.Study:
     """A study in which LRU misses 20 %, the optimum 10 %, and rules win this much."""
 
     def measured(number: int) -> Measured:
