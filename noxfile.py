@@ -56,6 +56,12 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def bench(session: nox.Session) -> None:
+    """Run a benchmark of bench/ in the CPU environment."""
+    _run(session, "bench.py")
+
+
+@nox.session
 def compile(session: nox.Session) -> None:
     """Compile every kernel for every GPU target, without a GPU."""
     _run(session, "compile_kernels.py")

@@ -8,6 +8,7 @@ release's torch asks for: a look ahead, which writes nothing.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,15 @@ NEWEST = "--newest"
 
 def main(argv: Sequence[str]) -> int:
     """Run the command."""
+    parser = argparse.ArgumentParser(prog="nox -s compile --", description=__doc__)
+    parser.add_argument(NEWEST, action="store_true", help="with the newer Triton")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into docs/kernels.md"
+    )
+    # Before the build, which takes its time.
+    args = parser.parse_args(argv)
     project = this_project()
-    if NEWEST in argv and "--write" in argv:
+    if args.newest and args.write:
         raise ToolError(
             "docs/kernels.md is about the Triton that serves, not the newest",
             f"leave out --write or {NEWEST}",
@@ -39,12 +47,12 @@ def main(argv: Sequence[str]) -> int:
     env = cpu_run_env()
     # With it, nothing would be compiled.
     del env["TRITON_INTERPRET"]
-    if NEWEST in argv:
+    if args.newest:
         lock = project.locks / "requirements-triton.txt"
         newest = requirements_env(lock, "triton", "--no-deps")
         env["PYTHONPATH"] = str(site_packages(newest))
     script = Path(__file__).with_name("kernel_table.py")
-    options = [option for option in argv if option != NEWEST]
+    options = ["--write"] if args.write else []
     os.execve(python, [str(python), str(script), *options], env)
 
 

@@ -22,8 +22,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hisparse_tools.build import build
+from hisparse_tools.env import cpu_run_env, ensure_env
 from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.paths import this_project
+from hisparse_tools.pins import Device
 from hisparse_tools.progress import say
 
 ROOT = this_project().root
@@ -99,6 +102,9 @@ def find_gpu(pythons: Sequence[str]) -> tuple[str | None, str]:
         except subprocess.TimeoutExpired:
             reasons.append(f"{python}: no answer within {_PROBE_S} s")
             continue
+        except OSError as error:
+            reasons.append(f"{python}: {error}")
+            continue
         if found.returncode == 0:
             return python, found.stdout.strip()
         lines = found.stderr.strip().splitlines() or [f"status {found.returncode}"]
@@ -108,10 +114,10 @@ def find_gpu(pythons: Sequence[str]) -> tuple[str | None, str]:
 
 def environment(device: str) -> dict[str, str]:
     """The environment of the steps."""
+    if device == "cpu":
+        return {**cpu_run_env(), "HISPARSE_TEST_DEVICE": device}
     env = {**os.environ, "HISPARSE_TEST_DEVICE": device}
     env.pop("TRITON_INTERPRET", None)
-    if device == "cpu":
-        env["TRITON_INTERPRET"] = "1"
     return env
 
 
@@ -171,7 +177,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="run all of it on the CPU, in Triton's interpreter, at tiny sizes",
+        help="run all of it on the CPU, in Triton's interpreter, at tiny sizes; makes "
+        "the CPU environment",
     )
     parser.add_argument(
         "--prepare", action="store_true", help="fetch pytest into build/gpu, and stop"
@@ -180,7 +187,13 @@ def main(argv: Sequence[str]) -> int:
     if args.prepare:
         prepare()
         return 0
-    python, about = (sys.executable, "") if args.dry_run else find_gpu([*candidates()])
+    python: str | None
+    if args.dry_run:
+        project = this_project()
+        python = str(ensure_env(project, build(project, Device.CPU).path))
+        about = ""
+    else:
+        python, about = find_gpu([*candidates()])
     if python is None:
         say(f"skipped: no NVIDIA GPU ({about})")
         return 0

@@ -142,6 +142,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
+        if args.out:
+            # Before the work, which would be lost.
+            args.out.mkdir(parents=True, exist_ok=True)
         shape = Shape(args.top_k, args.context, args.steps, args.warm_up)
         if args.calibrate:
             model = calibrate(shape, (0, 1), _TRIALS, Progress(0).say)
@@ -153,6 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             study = run(shape, args.seeds, 1, _PACES)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--out is {args.out}: {error}; name a folder to write to")
     command = " ".join(["python bench/policy/study.py", *argv])
     versions = f"Python {platform.python_version()}, numpy {np.__version__}"
     name = f"policy-{_date()}"
@@ -162,7 +167,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = verdict.text(study, command, about, list(charts) if args.out else [])
     print(text, end="")
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         for file, content in {f"{name}.md": text, **charts}.items():
             (args.out / file).write_text(content, encoding="utf-8")
 

@@ -111,3 +111,11 @@ def test_the_padded_blocks_come_first_and_every_folder_is_run() -> None:
 def test_the_table_in_the_docs_is_not_written_from_another_triton() -> None:
     with pytest.raises(gpu.ToolError, match="not the newest"):
         compile_kernels.main(["--write", "--newest"])
+
+
+def test_an_interpreter_that_cannot_run_is_a_reason(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/nonexistent/python\n")
+    broken.chmod(0o755)
+    python, about = gpu.find_gpu([str(broken)])
+    assert python is None and str(broken) in about
