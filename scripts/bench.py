@@ -7,11 +7,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hisparse_tools.build import build
-from hisparse_tools.env import cpu_run_env, ensure_env
+from hisparse_tools.build import cpu_python
+from hisparse_tools.env import cpu_run_env
 from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.paths import this_project
-from hisparse_tools.pins import Device
 
 _BENCHMARKS = {
     "scheduler_cost": "scheduler_cost.py",
@@ -30,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             "./run bench -- scheduler_cost --help",
         )
     project = this_project()
-    python = ensure_env(project, build(project, Device.CPU).path)
+    python = cpu_python(project)
     script = project.root / "bench" / _BENCHMARKS[argv[0]]
     os.execve(python, [str(python), str(script), *argv[1:]], cpu_run_env())
 

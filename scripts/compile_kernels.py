@@ -13,16 +13,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hisparse_tools.build import build
+from hisparse_tools.build import cpu_python
 from hisparse_tools.env import (
     cpu_run_env,
-    ensure_env,
     requirements_env,
     site_packages,
 )
 from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.paths import this_project
-from hisparse_tools.pins import Device
 
 NEWEST = "--newest"
 
@@ -42,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
             "docs/kernels.md is about the Triton that serves, not the newest",
             f"leave out --write or {NEWEST}",
         )
-    built = build(project, Device.CPU)
-    python = ensure_env(project, built.path)
+    python = cpu_python(project)
     env = cpu_run_env()
     # With it, nothing would be compiled.
     del env["TRITON_INTERPRET"]

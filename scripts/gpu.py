@@ -22,14 +22,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hisparse_tools.build import build
-from hisparse_tools.env import cpu_run_env, ensure_env
+from hisparse_tools.build import cpu_python
+from hisparse_tools.env import cpu_run_env
 from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.paths import this_project
-from hisparse_tools.pins import Device
 from hisparse_tools.progress import say
 
-ROOT = this_project().root
+PROJECT = this_project()
+ROOT = PROJECT.root
 PYTEST_FOLDER = ROOT / "build" / "gpu" / "pytest"
 _PROBE = """
 import torch, triton
@@ -189,8 +189,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     python: str | None
     if args.dry_run:
-        project = this_project()
-        python = str(ensure_env(project, build(project, Device.CPU).path))
+        python = str(cpu_python(PROJECT))
         about = ""
     else:
         python, about = find_gpu([*candidates()])

@@ -11,12 +11,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import PurePosixPath
 from queue import SimpleQueue
 
-from hisparse_tools.build import build
-from hisparse_tools.env import ensure_env
+from hisparse_tools.build import cpu_python
 from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.mutants import Bench, Fate, Mutant, copy_project, read_mutants
 from hisparse_tools.paths import scratch, this_project
-from hisparse_tools.pins import Device
 from hisparse_tools.progress import Bar, say, step
 
 
@@ -94,8 +92,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     if not mutants:
         parser.error(f"no mutant has any of {args.words} in its file or reason")
-    built = build(project, Device.CPU)
-    python = ensure_env(project, built.path)
+    python = cpu_python(project)
     with scratch() as work:
         benches = []
         for number in range(args.jobs):

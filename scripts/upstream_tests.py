@@ -7,11 +7,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hisparse_tools.build import build, patched
-from hisparse_tools.env import ensure_env
+from hisparse_tools.build import cpu_python, patched
 from hisparse_tools.errors import run_command
 from hisparse_tools.paths import this_project
-from hisparse_tools.pins import Device, read_pins
+from hisparse_tools.pins import read_pins
 from hisparse_tools.progress import say, step
 from hisparse_tools.series import read_series
 from hisparse_tools.upstream_tests import GROUPS, prepare, run_group
@@ -28,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
     for group in args.groups:
         if group not in GROUPS:
             parser.error(f"there is no group {group}: choose from {', '.join(GROUPS)}")
-    built = build(project, Device.CPU)
-    python = ensure_env(project, built.path)
+    python = cpu_python(project)
     pins = read_pins(project.pins_file)
     lines = []
     failed = False

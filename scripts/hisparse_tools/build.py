@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .apply import Applied, apply_series, check_base, check_tree
+from .env import ensure_env
 from .fetch import get_sdist, get_wheel
 from .git import Git, init_repository
 from .paths import Project, scratch
@@ -73,3 +74,12 @@ def build(
             published = get_wheel(pins, pin, wheel)
         with step("repacking"):
             return repack(published, pins, pin, applied, series, out or project.dist)
+
+
+def cpu_python(project: Project) -> Path:
+    """Interpreter of the CPU environment with the build in it; makes what is missing.
+
+    Raises:
+        ToolError: See `build` and `ensure_env`.
+    """
+    return ensure_env(project, build(project, Device.CPU).path)
