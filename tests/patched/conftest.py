@@ -2,6 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Tests inside the patched vLLM, without an engine."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
 import pytest
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
@@ -9,9 +13,23 @@ pytest.importorskip("vllm", reason="needs the patched vLLM")
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.envs import disable_envs_cache  # noqa: E402
 
+from launch_recorder import LaunchRecorder  # noqa: E402
+
+if TYPE_CHECKING:
+    from decoding import Decoding
+
 
 @pytest.fixture(scope="package", autouse=True)
 def as_in_a_new_process() -> None:
     """Undo what the engines of other tests in this process have set up."""
     disable_envs_cache()
     cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Callable[..., Decoding]]":
+    """Makes ranks on a device without values, on which launches do not run."""
+    from decoding import Decoding
+
+    with LaunchRecorder(run=False):
+        yield partial(Decoding, monkeypatch)

@@ -80,6 +80,7 @@ class RuntimeWorld:
         host_table = torch.zeros_like(self.tables.residency.page_frame)
         self.batch = Batch(plan.limits.max_num_seqs, 256, host_table)
         self.state_rows: dict[str, int] = {}
+        self.num_pages: dict[str, int] = {}
         self._free_blocks = list(range(1, plan.num_blocks))
         self._free_pages = list(range(1, plan.num_pages))
         self._free_frames = list(range(1, plan.max_frames))
@@ -87,8 +88,12 @@ class RuntimeWorld:
 
     def add(self, name: str, resident: list[bool], leased: bool) -> None:
         """Add a request whose pages are resident as given, the others host-only."""
+        self.tables.apply(self.arrival(name, resident, leased), self.state_rows)
+
+    def arrival(self, name: str, resident: list[bool], leased: bool) -> StepUpdate:
+        """Add a request, but for the update of the tables, which is returned."""
         row = len(self.state_rows)
-        self.state_rows[name] = row
+        self.state_rows[name], self.num_pages[name] = row, len(resident)
         update, entries = StepUpdate(), []
         for page, is_resident in enumerate(resident):
             host_page = self._free_pages.pop()
@@ -103,7 +108,7 @@ class RuntimeWorld:
             entries.append(frame if is_resident else -2 - frame)
         lease = self.new_lease() if leased else None
         update.requests[name] = RequestUpdate(0, entries, lease=lease)
-        self.tables.apply(update, self.state_rows)
+        return update
 
     def new_lease(self) -> HotLease:
         """Take the blocks of another lease."""
@@ -131,12 +136,21 @@ class RuntimeWorld:
         slots = slots.to(self.device)
         tables.slots(self.batch, torch.zeros_like(slots[0]), slots)
 
-    def draw(self, counts: dict[str, int], num_pages: int) -> torch.Tensor:
-        """Distinct random positions for each token, int32 ``[T, K]``."""
+    def draw(
+        self, counts: dict[str, int], num_pages: int | None = None
+    ) -> torch.Tensor:
+        """Distinct random positions for each token, int32 ``[T, K]``.
+
+        Of so many pages, by default all that the token's request has.
+        """
         topk = self.plan.hot.topk
         rows = []
-        for _ in range(sum(counts.values())):
-            order = torch.randperm(num_pages * 16, generator=self.random)[:topk]
+        owners = [name for name, count in counts.items() for _ in range(count)]
+        for owner in owners:
+            length = 16 * (num_pages or self.num_pages[owner])
+            order = torch.full((topk,), -1)
+            drawn = torch.randperm(length, generator=self.random)[:topk]
+            order[: len(drawn)] = drawn
             order[torch.rand(topk, generator=self.random) < 0.1] = -1
             rows.append(order.int())
         return torch.stack(rows).to(self.device)

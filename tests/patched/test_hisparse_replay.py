@@ -3,8 +3,8 @@
 """What a CUDA graph keeps of a decode is enough for every later step (trap 1, D25).
 
 A graph keeps the launches of its capture with the tensors they were given, and no
-Python. Here the launches of a dummy batch are recorded, and then run again over real
-steps: other requests, other lengths, other residency.
+Python. Here the launches of a dummy batch are recorded while there is no request, and
+then run again over real steps: other requests, other lengths, other residency.
 """
 
 import pytest
@@ -18,6 +18,14 @@ from vllm.v1.hisparse.runtime import parts, resolver  # noqa: E402
 from runtime_world import RuntimeWorld  # noqa: E402
 
 PADDED = 4
+# Requests of different lengths, one of them shorter than the top-k: which of their
+# pages are resident, and whether they have a lease.
+REQUESTS = {
+    "full": ([True] * 12, False),
+    "mixed": ([page % 2 == 0 for page in range(7)], True),
+    "cold": ([False] * 19 + [True], True),
+    "short": ([False], True),
+}
 
 
 class Graph:
@@ -77,29 +85,27 @@ class Graph:
         assert not self.world.buffers.faults.any()
 
 
-def world_of(drafts: int) -> RuntimeWorld:
-    world = RuntimeWorld(drafts=drafts)
-    world.add("full", [True] * 12, leased=False)
-    world.add("mixed", [page % 2 == 0 for page in range(12)], leased=True)
-    world.add("cold", [False] * 11 + [True], leased=True)
-    return world
+def add_all(world: RuntimeWorld) -> None:
+    for name, (resident, leased) in REQUESTS.items():
+        world.add(name, resident, leased)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_captured_decode_replays_over_changing_steps(drafts, monkeypatch) -> None:
-    world = world_of(drafts)
+    world = RuntimeWorld(drafts=drafts)
     rows = 1 + drafts
     topk = torch.full((PADDED * rows, 32), -1, dtype=torch.int32)
     graph = Graph(world, topk, monkeypatch)
+    add_all(world)
     steps = [
         {"full": rows},
         {"mixed": rows, "full": rows},
-        {"cold": rows, "full": rows, "mixed": rows},
+        {"cold": rows, "full": rows, "short": rows, "mixed": rows},
         {"mixed": rows, "cold": rows},
     ]
     for step, counts in enumerate(steps * 2):
         world.start(counts)
-        graph.replay(world.draw(counts, 12))
+        graph.replay(world.draw(counts))
         if step == 3:
             # The request that was wholly resident loses half of its pages.
             row = world.state_rows["full"]
@@ -114,7 +120,8 @@ def test_a_captured_decode_replays_over_changing_steps(drafts, monkeypatch) -> N
 
 
 def test_the_capture_of_a_dummy_batch_leaves_no_trace(monkeypatch) -> None:
-    world = world_of(0)
+    world = RuntimeWorld()
+    add_all(world)
     before = [
         state.clone() for unit in world.tables.units for state in vars(unit).values()
     ]

@@ -2,10 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Tables, counters, host pool and copies of one rank."""
 
-import contextlib
 import dataclasses
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from vllm.v1.hisparse.messages import (  # noqa: E402
     RequestUpdate,
     StepUpdate,
 )
-from vllm.v1.hisparse.runtime import ahead, host_pool, stream_copies  # noqa: E402
+from vllm.v1.hisparse.runtime import ahead, host_pool  # noqa: E402
 from vllm.v1.hisparse.runtime.buffers import (  # noqa: E402
     CounterReader,
     ResolverBuffers,
@@ -30,6 +28,7 @@ from vllm.v1.hisparse.runtime.host_pool import HostPool, cpus_near  # noqa: E402
 from vllm.v1.hisparse.runtime.stream_copies import StreamCopies  # noqa: E402
 from vllm.v1.hisparse.runtime.words import WordTables  # noqa: E402
 
+from fake_cuda import FakeCuda  # noqa: E402
 from runtime_world import POISON, RuntimeWorld, small_plan  # noqa: E402
 
 # --- tables ---------------------------------------------------------------------
@@ -275,58 +274,6 @@ def test_a_page_goes_to_the_host_and_back_layer_by_layer(parts: str) -> None:
     assert copier.take_bytes() == (0, 0)
 
 
-class FakeCuda:
-    """Streams and events that log what is asked of them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list = []
-        self.ready: set[int] = set()
-        log, ready, count = self.log, self.ready, iter(range(10**6))
-
-        sides = iter(["side", "other side"])
-
-        class Stream:
-            def __init__(self, name=None):
-                self.name = name or next(sides)
-
-            def wait_stream(self, other):
-                log.append((self.name, "waits for", other.name))
-
-            def wait_event(self, event):
-                log.append((self.name, "waits for", event.number))
-
-            def synchronize(self):
-                log.append((self.name, "synchronizes"))
-
-        class Event:
-            def __init__(self):
-                self.number = next(count)
-
-            def record(self, stream):
-                log.append((stream.name, "records", self.number))
-
-            def query(self):
-                return self.number in ready
-
-        @contextlib.contextmanager
-        def stream(which):
-            log.append((which.name, "is entered"))
-            yield
-            log.append((which.name, "is left"))
-
-        compute = Stream("compute")
-        fake = SimpleNamespace(
-            Stream=lambda device: Stream(),
-            Event=Event,
-            stream=stream,
-            current_stream=lambda: compute,
-        )
-        for module in (stream_copies, ahead):
-            names = {"cuda": fake, "from_numpy": torch.from_numpy}
-            monkeypatch.setattr(module, "torch", SimpleNamespace(**names))
-        self.streams = fake
-
-
 def test_copies_on_a_stream_wait_in_both_directions(monkeypatch) -> None:
     cuda = FakeCuda(monkeypatch)
     batches = []
@@ -428,7 +375,7 @@ def test_blocks_of_a_restore_that_failed_hold_zeros(parts: str) -> None:
 
 def test_work_ahead_forks_from_the_compute_stream_and_is_joined(monkeypatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    side = ahead.SideStream(cuda.streams.Stream(None), most=2)
+    side = ahead.SideStream(torch.cuda.Stream(), most=2)
     pieces = [lambda: cuda.log.append("one"), lambda: cuda.log.append("two")]
     side.start(pieces)
     assert cuda.log == [
