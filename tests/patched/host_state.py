@@ -18,7 +18,7 @@ from graph_guard import kept
 _PACKAGE = "vllm.v1.hisparse"
 # Objects of these packages are looked into; others are told apart by identity.
 _LOOKED_INTO = (_PACKAGE, "vllm.v1.worker")
-_VALUES = (bool, int, float, complex, str, bytes, Enum, type(None), np.generic)
+_VALUES = (bool, int, float, str, bytes, frozenset, Enum, type(None), np.generic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +71,8 @@ def _one(value: Any) -> Any:
         return value.ctypes.data, value.dtype, value.shape, value.tobytes()
     if isinstance(value, _VALUES):
         return value
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(value)
+    if isinstance(value, set):
+        return _Same(value), frozenset(value)
     is_frozen = getattr(type(value), "__dataclass_params__", None)
     if isinstance(value, tuple) or (is_frozen is not None and is_frozen.frozen):
         return type(value)

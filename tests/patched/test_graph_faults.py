@@ -74,6 +74,10 @@ def remembers_in_place(step: Decoding) -> None:
     step.world.tables._staged.add(1)
 
 
+def remembers_what_it_knew(step: Decoding) -> None:
+    step.world.tables._staged = set(step.world.tables._staged)
+
+
 def counts_in_an_array(step: Decoding) -> None:
     step.world.tables.host_pages[0] += 1
 
@@ -107,6 +111,7 @@ def keeps_something(step: Decoding) -> None:
     [
         remembers_leases,
         remembers_in_place,
+        remembers_what_it_knew,
         counts_in_an_array,
         counts_in_a_module,
         changes_the_batch,
