@@ -146,6 +146,11 @@ class GraphGuard(TorchDispatchMode):
             raise NotInAGraphError(f"reads a value of the device: {func}")
         if not self._between_steps and (len(devices) > 1 or name == "lift_fresh"):
             raise NotInAGraphError(f"takes data of the host: {func}")
+        if len(devices) > 1 and target is not None:
+            is_waited_for = not kwargs.get("non_blocking", args[2:3] == (True,))
+            source = args[1] if name == "copy_" else args[0]
+            if is_waited_for or not hasattr(source, "is_marked_as_pinned"):
+                raise NotInAGraphError(f"waits: a copy from memory not pinned, {func}")
 
     def _host_data(self, original: Callable) -> Callable:
         """Refuse what makes a tensor of Python's values without an operation."""
@@ -154,7 +159,10 @@ class GraphGuard(TorchDispatchMode):
             if not self._between_steps:
                 name = original.__name__
                 raise NotInAGraphError(f"takes data of the host: {name}")
-            return original(*args, **kwargs)
+            made = original(*args, **kwargs)
+            if made.device.type != "cpu":
+                raise NotInAGraphError("waits: a copy from memory not pinned")
+            return made
 
         return make
 

@@ -63,6 +63,16 @@ def test_reads_and_waits_are_refused_between_steps_too(fault, decoding) -> None:
         fault(step.topk)
 
 
+@pytest.mark.parametrize("name", ["tensor", "as_tensor", "new_tensor", "copy", "to"])
+def test_copies_that_wait_are_refused_between_steps(decoding, name) -> None:
+    step = decoding()
+    with (
+        GraphGuard([], between_steps=True),
+        pytest.raises(NotInAGraphError, match="waits: a copy"),
+    ):
+        HOST_DATA[name](step.topk)
+
+
 # What Python knows --------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from ..kernels.tensors import HotBlocks, HotUnit, Residency, new_hot_state
 from ..messages import INDEXER_ONLY, NO_FRAME, HotLease, StepUpdate
 from ..pool import NULL_BLOCK
 from .batch import NO_ROW, Batch, StepShape
-from .words import WordTables
+from .words import WordTables, send
 
 PAD_SLOT = -1
 
@@ -125,7 +125,7 @@ class ResidencyTables:
         """Empty the hot buffers of leases, in all units."""
         if lease_rows:
             rows = torch.tensor(lease_rows, dtype=torch.int32)
-            reset_rows(rows.to(self.page_count.device), *self._hot_state)
+            reset_rows(send(rows, self.page_count.device), *self._hot_state)
 
     def _forget(self, row: int, num_kept: int) -> None:
         """Forget the request that had the row, but for entries that follow anew."""

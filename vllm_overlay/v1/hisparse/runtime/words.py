@@ -57,9 +57,13 @@ class WordTables:
         places = torch.from_numpy(np.concatenate(self._places))
         values = torch.from_numpy(np.concatenate(self._values))
         self._places, self._values = [], []
-        if self._words.is_cuda:
-            # Pinned, or the copy would wait for the device.
-            device = self._words.device
-            places = places.pin_memory().to(device, non_blocking=True)
-            values = values.pin_memory().to(device, non_blocking=True)
-        self._words.index_copy_(0, places, values)
+        device = self._words.device
+        self._words.index_copy_(0, send(places, device), send(values, device))
+
+
+def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values of the host on a device; the host does not wait for the copy."""
+    if device.type != "cpu":
+        # From other memory the copy would wait for what the device still does.
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
