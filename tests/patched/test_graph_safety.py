@@ -23,7 +23,7 @@ from vllm.v1.hisparse.messages import (  # noqa: E402
     StepUpdate,
 )
 
-from decoding import PADDED, REQUESTS  # noqa: E402
+from decoding import PADDED  # noqa: E402
 from graph_guard import GraphGuard  # noqa: E402
 
 # Requests of a step, all with the same number of tokens.
@@ -190,7 +190,3 @@ def test_flashmla_hands_over_views_and_takes_no_memory(
     step.add_all()
     step.decode(["cold", "mixed"])
     assert step.kept(forward) == captured
-
-
-def test_requests_of_these_tests_have_different_lengths() -> None:
-    assert len({len(resident) for resident, _ in REQUESTS.values()}) == len(REQUESTS)
