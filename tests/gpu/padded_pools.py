@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from under_test import DEVICE, ON_GPU, needs_memory
+
 BLOCK_SIZE = 64
+PAGES = 40
 NAN = 0xFF
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
@@ -86,7 +89,9 @@ class PaddedPool:
         )
         page_bytes = BLOCK_SIZE * row_bytes
         self.slab[0] = 0
-        own = self.slab[:, layer * page_bytes : (layer + 1) * page_bytes]
+        # The layer's part of a block.
+        self._own = slice(layer * page_bytes, (layer + 1) * page_bytes)
+        own = self.slab[:, self._own]
         own[self.blocks.long().to(device)] = pages.view(num_pages, -1)
         size = dtype.itemsize
         self.padded = torch.as_strided(
@@ -96,6 +101,13 @@ class PaddedPool:
             layer * page_bytes // size,
         )
         self.dense = pages.view(dtype).view(num_pages, BLOCK_SIZE, -1)
+
+    def stray_bytes(self) -> int:
+        """How many bytes are written that are not in the layer's own pages."""
+        is_written = self.slab != NAN
+        is_written[0] = self.slab[0] != 0
+        is_written[:, self._own][self.blocks.long().to(self.slab.device)] = False
+        return int(is_written.sum())
 
     def pick(self, tokens: int, top_k: int, holes: bool) -> tuple[torch.Tensor, ...]:
         """Rows that tokens select, by page and offset.
@@ -132,6 +144,14 @@ class PaddedPool:
         """Selected rows as float32 ``[tokens, top_k, 576]`` on the CPU, 0 for none."""
         picked = self.dense.cpu()[page.long().clamp(min=0), offset.long().clamp(min=0)]
         return values_of(picked, self.kind).masked_fill((page < 0).unsqueeze(-1), 0.0)
+
+
+def pool_of(kind: str) -> PaddedPool:
+    """A pool of more than 2**32 bytes, or a small one where no kernel will see it."""
+    if not ON_GPU:
+        return PaddedPool(kind, 50, PAGES, DEVICE)
+    needs_memory(24 << 30)
+    return PaddedPool(kind, 24_000, PAGES, DEVICE)
 
 
 def _pages(kind: str, num_pages: int, generator: torch.Generator) -> torch.Tensor:

@@ -5,38 +5,33 @@
 Everything rests on it: a layer is a view of the pool with 209,920 bytes from block to
 block, and rows lie beyond 2**32 bytes. Each library's kernel runs over such a view and
 over a dense copy, called as the release calls it; both results must be the same bits.
-Without a GPU, stand-ins show that the calls are right.
+Without a GPU, stand-ins and the CPU platform's operators show that the calls are right.
+What the pool itself does is in `test_padded_pools.py`.
 """
 
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
 import stand_ins
+from hisparse_tools.library_checks import NOT_THIS_GPU
+from libraries import kernels_fixture, library
 from padded_pools import (
     BLOCK_SIZE,
     LATENT,
-    NAN,
+    PAGES,
     WIDTH,
     PaddedPool,
     attention,
     difference,
+    pool_of,
 )
-from under_test import DEVICE, ON_GPU, needs_gpu, needs_memory
+from under_test import DEVICE, ON_GPU
 
 # At 192 values of a head before absorption, as the models scale it.
 SCALE = 192**-0.5
-PAGES, TOP_K, HEADS = 40, 2048, 64
-
-
-def pool_of(kind: str) -> PaddedPool:
-    """A pool of more than 2**32 bytes, or a small one where no kernel will see it."""
-    if not ON_GPU:
-        return PaddedPool(kind, 50, 40, DEVICE)
-    needs_memory(24 << 30)
-    return PaddedPool(kind, 24_000, PAGES, DEVICE)
+TOP_K, HEADS = 2048, 64
 
 
 def queries(tokens: int, heads: int = HEADS, width: int = WIDTH) -> torch.Tensor:
@@ -54,80 +49,25 @@ def check(
     assert difference(padded, want) < limit
 
 
-@pytest.mark.parametrize("kind", ["fp8_ds_mla", "bf16", "fp8"])
-def test_ids_of_the_padded_view_name_the_rows_of_the_dense_copy(kind) -> None:
-    """The check itself: rows by id, and not one row off."""
-    pool = pool_of(kind)
-    page, offset, _ = pool.pick(2, 300, holes=True)
-    flat_stride = pool.kind.block_bytes // pool.kind.row_bytes
-    ids = pool.flat_ids(page, offset, flat_stride, padded=True).long()
-    size = pool.kind.dtype.itemsize
-    width = pool.kind.row_bytes // size
-    start = pool.padded.storage_offset()
-    flat = pool.slab.view(pool.kind.dtype).flatten()[start:].unfold(0, width, width)
-    there = page >= 0
-    got = flat[ids[there.to(DEVICE)]].contiguous().view(torch.uint8).cpu()
-    want = pool.dense.cpu()[page[there].long(), offset[there].long()]
-    assert torch.equal(got, want.contiguous().view(torch.uint8))
-    rows = pool.values(page, offset)
-    out = attention(queries(2), rows, page, SCALE)
-    assert out.shape == (2, HEADS, LATENT) and not out.isnan().any()
-    # One row further, or behind another page: the outcome differs, or is NaN.
-    for wrong in (ids + 1, ids + BLOCK_SIZE):
-        got = flat[wrong[there.to(DEVICE)]].contiguous().view(torch.uint8).cpu()
-        assert not torch.equal(got, want.contiguous().view(torch.uint8))
-
-
-def library(name: str) -> Any:
-    """A module with kernels; skips where it is not there."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        pytest.skip(f"{name} cannot be imported: {error}")
-
-
-# What the names of tests say that ran.
-BY = ["library" if ON_GPU else "stand-in"]
-
-
-@pytest.fixture(params=BY)
-def flashmla():
-    if not ON_GPU:
-        return stand_ins.flashmla
-    module = library("vllm.v1.attention.ops.flashmla")
-    is_there, reason = module.is_flashmla_sparse_supported()
-    if not is_there:
-        pytest.skip(f"FlashMLA: {reason}")
-    return module
-
-
-@pytest.fixture(params=BY)
-def flash_attention():
-    if not ON_GPU:
-        return stand_ins.flash_attention
-    module = library("vllm.vllm_flash_attn.flash_attn_interface")
-    if not module.is_fa_version_supported(3):
-        pytest.skip(f"FlashAttention 3: {module.fa_version_unsupported_reason(3)}")
-    return module
-
-
-@pytest.fixture(params=BY)
-def flashinfer():
-    if not ON_GPU:
-        return stand_ins.flashinfer
-    if torch.cuda.get_device_capability(DEVICE)[0] != 10:
-        pytest.skip("FlashInfer's sparse MLA kernel needs compute capability 10.x")
-    return library("flashinfer.decode")
-
-
-@pytest.fixture(params=BY)
-def deep_gemm():
-    if not ON_GPU:
-        return stand_ins.deep_gemm
-    module = library("vllm.utils.deep_gemm")
-    if not module.is_deep_gemm_supported():
-        pytest.skip("DeepGEMM is not there, or not for this GPU")
-    return module
+flashmla = kernels_fixture(
+    stand_ins.flashmla,
+    "vllm.v1.attention.ops.flashmla",
+    (9, 10),
+    lambda module: module.is_flashmla_sparse_supported()[1],
+)
+flash_attention = kernels_fixture(
+    stand_ins.flash_attention,
+    "vllm.vllm_flash_attn.flash_attn_interface",
+    (9,),
+    lambda module: module.fa_version_unsupported_reason(3),
+)
+flashinfer = kernels_fixture(stand_ins.flashinfer, "flashinfer.decode", (10,))
+deep_gemm = kernels_fixture(
+    stand_ins.deep_gemm,
+    "vllm.utils.deep_gemm",
+    (9, 10, 12),
+    lambda module: None if module.is_deep_gemm_supported() else "no DeepGEMM",
+)
 
 
 def flat_kv_row_view(view: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -252,7 +192,7 @@ def test_flashinfer_reads_flat_rows_of_padded_blocks(flashinfer, kind) -> None:
 @pytest.mark.parametrize("batch, rows", [(4, 1), (2, 2), (2, 4)])
 def test_deep_gemm_scores_keys_of_padded_blocks(deep_gemm, batch, rows) -> None:
     if not deep_gemm.native_next_n_supported(rows):
-        pytest.skip(f"DeepGEMM has no kernel for {rows} query rows on this GPU")
+        pytest.skip(f"{NOT_THIS_GPU}: DeepGEMM has no kernel for {rows} query rows")
     pool, heads, limit = pool_of("indexer"), 32, 4096
     q = queries(batch * rows, heads, 128).to(torch.float8_e4m3fn)
     weights = torch.randn(batch * rows, heads).to(DEVICE)
@@ -306,7 +246,6 @@ def slots_of(pool: PaddedPool, padded: bool) -> torch.Tensor:
     return (ids + page * 7 % BLOCK_SIZE).to(DEVICE)
 
 
-@needs_gpu
 def test_indexer_keys_are_written_to_and_gathered_from_padded_blocks() -> None:
     ops, pool = cache_ops(), pool_of("indexer")
     before = pool.padded[pool.blocks.long().to(DEVICE)].clone()
@@ -329,11 +268,9 @@ def test_indexer_keys_are_written_to_and_gathered_from_padded_blocks() -> None:
     assert torch.equal(after, pool.dense) and not torch.equal(after, before)
     for mine, theirs in zip(*gathered):
         assert torch.equal(mine, theirs) and mine.any()
-    pool.slab[pool.blocks.long().to(DEVICE)] = NAN
-    assert (pool.slab[1:] == NAN).all(), "wrote into a block that has no page"
+    assert pool.stray_bytes() == 0, "wrote what is not the layer's"
 
 
-@needs_gpu
 @pytest.mark.parametrize("kind, name", [("fp8_ds_mla", "fp8_ds_mla"), ("bf16", "auto")])
 def test_latents_are_written_to_padded_blocks(kind, name) -> None:
     ops, pool = cache_ops(), pool_of(kind)
@@ -347,3 +284,4 @@ def test_latents_are_written_to_padded_blocks(kind, name) -> None:
     after = pool.padded[pool.blocks.long().to(DEVICE)]
     assert torch.equal(after.view(torch.uint8), pool.dense.view(torch.uint8))
     assert not torch.equal(before.view(torch.uint8), pool.dense.view(torch.uint8))
+    assert pool.stray_bytes() == 0, "wrote what is not the layer's"
