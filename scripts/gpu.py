@@ -5,7 +5,8 @@
 Needs plain torch and triton, no wheel and no vLLM; where vLLM's libraries are there,
 their kernels are checked first. The interpreter that runs it is the first of this one,
 `python3` and `python` that imports torch and triton and finds a CUDA device. Without
-one there is a line that says so, and nothing is wrong.
+a GPU there is a line that says so, and nothing is wrong; a GPU that no interpreter
+reaches is an error.
 
 pytest is taken from that interpreter, else from build/gpu/pytest, which `--prepare`
 fills on a machine with a network.
@@ -20,12 +21,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hisparse_tools.build import cpu_python
 from hisparse_tools.env import cpu_run_env
 from hisparse_tools.errors import ToolError, run_command
-from hisparse_tools.paths import this_project
+from hisparse_tools.library_checks import LibraryChecks, read_library_checks
+from hisparse_tools.paths import scratch, this_project
 from hisparse_tools.progress import say
 
 PROJECT = this_project()
@@ -39,6 +42,7 @@ print(torch.cuda.get_device_name(), "torch", torch.__version__, end=" ")
 print("triton", triton.__version__)
 """
 _PROBE_S = 120
+_DEVICE_FILE = Path("/dev/nvidia0")
 # Of all steps together: just below ten minutes.
 _LIMIT_S = 570
 
@@ -62,14 +66,18 @@ def _pytest(*args: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-q", *args)
 
 
-_FIRST = os.path.join("tests", "gpu", "test_padded_blocks.py")
+_FIRST = tuple(
+    os.path.join("tests", "gpu", name)
+    for name in ("test_padded_pools.py", "test_padded_blocks.py")
+)
+_LIBRARIES = "padded"
 STEPS = (
-    Step("padded", "attention and logits over padded blocks", _pytest(_FIRST)),
+    Step(_LIBRARIES, "attention and logits over padded blocks", _pytest(*_FIRST)),
     Step("kernels", "every kernel against its reference", _pytest("tests/kernels")),
     Step(
         "graphs",
         "graphs, streams, host memory in place, long streams",
-        _pytest("tests/gpu", f"--ignore={_FIRST}"),
+        _pytest("tests/gpu", *(f"--ignore={path}" for path in _FIRST)),
     ),
     Step(
         "bench", "the benchmark of the kernels", (os.path.join("bench", "kernels.py"),)
@@ -112,13 +120,42 @@ def find_gpu(pythons: Sequence[str]) -> tuple[str | None, str]:
     return None, "; ".join(reasons)
 
 
+def sign_of_a_gpu() -> str | None:
+    """What says that this machine has an NVIDIA GPU, whatever torch finds."""
+    if _DEVICE_FILE.exists():
+        return str(_DEVICE_FILE)
+    return shutil.which("nvidia-smi")
+
+
+def chosen_python() -> tuple[str, str] | None:
+    """The interpreter to take and its GPU; None, and a line, where there is no GPU.
+
+    Raises:
+        ToolError: There is a GPU, and no interpreter reaches it.
+    """
+    python, about = find_gpu([*candidates()])
+    if python is not None:
+        return python, about
+    sign = sign_of_a_gpu()
+    if sign is None:
+        say(f"skipped: no NVIDIA GPU ({about})")
+        return None
+    raise ToolError(
+        f"{sign} says that there is a GPU, and no Python reaches it: {about}",
+        "run this with a Python that has triton and a torch built for CUDA; if it has "
+        "them, see that nvidia-smi lists the GPU, that its driver is as new as torch's "
+        "CUDA asks for, and that CUDA_VISIBLE_DEVICES does not hide it",
+    )
+
+
 def environment(device: str) -> dict[str, str]:
     """The environment of the steps."""
-    if device == "cpu":
-        return {**cpu_run_env(), "HISPARSE_TEST_DEVICE": device}
-    env = {**os.environ, "HISPARSE_TEST_DEVICE": device}
-    env.pop("TRITON_INTERPRET", None)
-    return env
+    env = cpu_run_env() if device == "cpu" else {**os.environ}
+    if device != "cpu":
+        env.pop("TRITON_INTERPRET", None)
+    # It would take the asserts out of the code under test.
+    env.pop("PYTHONOPTIMIZE", None)
+    return {**env, "HISPARSE_TEST_DEVICE": device}
 
 
 def add_pytest(python: str, env: dict[str, str]) -> None:
@@ -169,11 +206,65 @@ def run_steps(python: str, steps: Sequence[Step], env: dict[str, str]) -> list[s
     return failed
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command."""
+def run_all(
+    python: str, steps: Sequence[Step], env: dict[str, str]
+) -> tuple[list[str], LibraryChecks | None]:
+    """Run steps; the names of those that failed, and what was checked of libraries.
+
+    The latter is None where that step is not among them.
+    """
+    with scratch(ROOT / "build" / "gpu" / "tmp") as folder:
+        report = folder / "libraries.xml"
+        steps = [
+            replace(step, command=(*step.command, f"--junitxml={report}"))
+            if step.name == _LIBRARIES
+            else step
+            for step in steps
+        ]
+        failed = run_steps(python, steps, env)
+        is_asked = any(step.name == _LIBRARIES for step in steps)
+        return failed, read_library_checks(report) if is_asked else None
+
+
+def conclude(failed: Sequence[str], checks: LibraryChecks | None, strict: bool) -> int:
+    """Say how it went; the exit status.
+
+    Args:
+        failed: Names of steps.
+        checks: What was checked of libraries, if anything was to be.
+        strict: Whether a check that a library's absence prevents is a failure.
+
+    Raises:
+        ToolError: With `strict`, a check was skipped or none passed.
+    """
+    if checks is not None:
+        say(checks.text())
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+        return 1
+    if checks is not None and strict and not checks.is_complete:
+        raise ToolError(
+            "--require-libraries is given, and libraries were not checked (see above)",
+            "install vLLM for CUDA, of the release that upstream.toml names, in the "
+            "Python named above; or leave out --require-libraries",
+        )
+    if checks is not None and not checks.passed:
+        say("all steps passed, but no library was checked")
+    else:
+        say("all steps passed")
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="nox -s gpu --", description=__doc__)
     names = [step.name for step in STEPS]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--require-libraries",
+        action="store_true",
+        help="fail if a check was skipped because an attention library is not there",
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -184,31 +275,41 @@ def main(argv: Sequence[str]) -> int:
         "--prepare", action="store_true", help="fetch pytest into build/gpu, and stop"
     )
     args = parser.parse_args(argv)
+    if args.require_libraries and args.dry_run:
+        parser.error("--require-libraries is for a GPU: a dry run has stand-ins only")
+    if args.require_libraries and _LIBRARIES not in args.only:
+        parser.error(f"--require-libraries needs {_LIBRARIES} among --only")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
+    args = parse(argv)
     if args.prepare:
         prepare()
         return 0
-    python: str | None
-    if args.dry_run:
-        python = str(cpu_python(PROJECT))
-        about = ""
-    else:
-        python, about = find_gpu([*candidates()])
-    if python is None:
-        say(f"skipped: no NVIDIA GPU ({about})")
-        return 0
-    say(f"{python}: {about or 'a dry run on the CPU, which shows nothing of a GPU'}")
-    env = environment("cpu" if args.dry_run else "cuda")
-    add_pytest(python, env)
     steps = [step for step in STEPS if step.name in args.only]
     if args.dry_run:
+        python = str(cpu_python(PROJECT))
+        about = "a dry run on the CPU, which shows nothing of a GPU or a library"
         options = ("--device", "cpu", "--dry-run")
         steps = [
-            Step(s.name, s.why, s.command + (options if s.name == "bench" else ()))
-            for s in steps
+            replace(step, command=(*step.command, *options))
+            if step.name == "bench"
+            else step
+            for step in steps
         ]
-    failed = run_steps(python, steps, env)
-    say(f"failed: {', '.join(failed)}" if failed else "all steps passed")
-    return 1 if failed else 0
+    else:
+        found = chosen_python()
+        if found is None:
+            return 0
+        python, about = found
+    say(f"{python}: {about}")
+    env = environment("cpu" if args.dry_run else "cuda")
+    add_pytest(python, env)
+    failed, checks = run_all(python, steps, env)
+    # A dry run checks stand-ins.
+    return conclude(failed, None if args.dry_run else checks, args.require_libraries)
 
 
 if __name__ == "__main__":
