@@ -3,10 +3,15 @@
 """Times of work in a CUDA graph; on the CPU the same steps, with meaningless times."""
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+from cuda_graph import CudaGraph  # noqa: E402
 
 Work = Callable[[], None]
 
@@ -40,12 +45,12 @@ class Timer:
         """Median time of a replay in µs.
 
         Args:
-            work: Captured once; only launches, over tensors that stay.
+            work: Captured once: see `CudaGraph`.
             restore: Called before each replay, and not measured.
             captured: False for work that is long beside a launch: it runs as it is.
         """
         restore()
-        run = self._capture(work) if captured and self._is_cuda else work
+        run = CudaGraph(work).replay if captured and self._is_cuda else work
         times = []
         for _ in range(self._replays):
             restore()
@@ -53,18 +58,6 @@ class Timer:
                 self._other.fill_(1)
             times.append(self._time(run))
         return statistics.median(times)
-
-    def _capture(self, work: Work) -> Work:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return graph.replay
 
     def _time(self, run: Work) -> float:
         if not self._is_cuda:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from cuda_graph import CudaGraph
 from launch_recorder import LaunchRecorder
 
 
@@ -15,30 +16,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Run the launches again, and no Python of the launchers."""
-
-
-class CudaGraph:
-    """A CUDA graph.
-
-    Args:
-        work: Only launches on the current stream and on streams forked from it.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        # A first run compiles the kernels, which a capture must not do.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            work()
-
-    def replay(self) -> None:
-        """See `Graph`."""
-        self._graph.replay()
 
 
 class RecordedGraph:
