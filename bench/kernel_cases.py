@@ -37,6 +37,15 @@ KINDS: dict[str, float | None] = {
     "all miss": 1.0,
 }
 STACKS = 2
+# What a whole run measures; the targets are about these.
+BATCHES = (1, 16, 64)
+QUERY_ROWS = (1, 4)
+# Bytes that `lookup` loads and stores for a pick, of words of its own and of words that
+# other picks share: position, frame, code and row, and
+_PICK_BYTES = 4 * 4
+_RESIDENT_BYTES = 4  # the block of the frame
+_MISS_BYTES = 2  # the slot
+_HIT_BYTES = 2 + 4 + 1  # the slot, its block, and the mark that it is in use
 
 
 @dataclass(frozen=True)
@@ -206,8 +215,7 @@ class Case:
 
     def _picks(self, order: torch.Tensor) -> torch.Tensor:
         """Picks of all tokens; the rows of a request share most of them."""
-        sizes, miss = self.sizes, self.miss or 0.0
-        num_miss = round(miss * sizes.top_k)
+        sizes, num_miss = self.sizes, self._misses_of_a_row()
         rows = []
         for count, start, most in (
             (sizes.top_k - num_miss, 0, sizes.hot_rows),
@@ -261,6 +269,18 @@ class Case:
         self.used.zero_()
         for unit in self.units:
             unit.restore()
+
+    def lookup_bytes(self) -> int:
+        """Bytes that `lookup` of one unit loads and stores for its picks."""
+        entries = self.code.numel()
+        if self.miss is None:
+            return entries * (_PICK_BYTES + _RESIDENT_BYTES)
+        misses = len(self.code) * self._misses_of_a_row()
+        hits = entries - misses
+        return entries * _PICK_BYTES + misses * _MISS_BYTES + hits * _HIT_BYTES
+
+    def _misses_of_a_row(self) -> int:
+        return round((self.miss or 0.0) * self.sizes.top_k)
 
     def planned_rows(self) -> float:
         """Rows that a fetch of one unit brings, on average over the units."""

@@ -12,11 +12,14 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+
+from kernel_cases import BATCHES, QUERY_ROWS
 
 if TYPE_CHECKING:
     from kernels import Ceilings, Row
@@ -30,6 +33,9 @@ HEADS = (
 )  # fmt: skip
 
 
+Case = tuple[int, int]  # batch, query rows
+
+
 @dataclass(frozen=True)
 class Target:
     """Something that is to hold on the GPU it was set for.
@@ -37,31 +43,42 @@ class Target:
     Attributes:
         text: What it says.
         rows: Which cases it is about.
-        found: The figure of one of them.
+        cases: Those that must be measured.
+        found: The figure of a case; None: not measured.
         limit: Most, or least, that the worst may be.
         is_least: Whether `limit` is the least.
     """
 
     text: str
     rows: Callable[[Row], bool]
-    found: Callable[[Row, Ceilings], float]
+    cases: Sequence[Case]
+    found: Callable[[Row, Ceilings], float | None]
     limit: float
     is_least: bool = False
 
     def judge(self, rows: Sequence[Row], ceilings: Ceilings, gpu: str) -> str:
         """The worst figure, and whether it is good enough, where that is known."""
-        found = [self.found(row, ceilings) for row in rows if self.rows(row)]
-        if not found:
+        found: dict[Case, float] = {}
+        for row in filter(self.rows, rows):
+            figure = self.found(row, ceilings)
+            if figure is not None:
+                found[row.batch, row.query_rows] = figure
+        missing = [case for case in self.cases if case not in found]
+        if len(missing) == len(self.cases):
             return "not measured"
-        worst = min(found) if self.is_least else max(found)
+        if missing:
+            names = (f"batch {batch} with {rows} query rows" for batch, rows in missing)
+            return f"not measured: {', '.join(names)}"
+        worst = (min if self.is_least else max)(found.values())
         if TARGETS_OF not in gpu:
             return f"{worst:.3g}, not judged"
         is_met = worst >= self.limit if self.is_least else worst <= self.limit
         return f"{worst:.3g}, {'met' if is_met else 'not met'}"
 
 
-def _share(row: Row, ceilings: Ceilings) -> float:
-    assert row.fetch is not None
+def _share(row: Row, ceilings: Ceilings) -> float | None:
+    if row.fetch is None:
+        return None
     return 1e6 * row.fetch_bytes / row.fetch / ceilings.gather
 
 
@@ -69,24 +86,28 @@ TARGETS = (
     Target(
         "all resident: lookup at most 1.2 times the plain conversion, every shape",
         lambda row: row.kind == "all resident",
+        [*product(BATCHES, QUERY_ROWS)],
         lambda row, _: row.lookup / row.plain,
         1.2,
     ),
     Target(
         "lookup + assign at most 15 µs at 4 query rows, 13 % misses, every batch",
         lambda row: (row.query_rows, row.kind) == (4, "13 % miss"),
-        lambda row, _: row.resolve or 0.0,
+        [(batch, 4) for batch in BATCHES],
+        lambda row, _: row.resolve,
         15.0,
     ),
     Target(
         "lookup + assign + fetch at most 80 µs at batch 16, 1 query row, 13 % misses",
         lambda row: (row.query_rows, row.batch, row.kind) == (1, 16, "13 % miss"),
-        lambda row, _: row.both or 0.0,
+        [(16, 1)],
+        lambda row, _: row.both,
         80.0,
     ),
     Target(
         "fetch at least 0.9 of the gather ceiling at batch 16 and above, all misses",
         lambda row: row.batch >= 16 and row.kind == "all miss",
+        [*product([batch for batch in BATCHES if batch >= 16], QUERY_ROWS)],
         _share,
         0.9,
         is_least=True,
@@ -111,7 +132,7 @@ def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return found.stdout.strip().partition("\n")[0] or "unknown"
 
@@ -192,10 +213,13 @@ class Report:
             "",
             *self._table(),
             "",
-            "A lookup's bytes: position, frame, hot slot, code and row of every pick.",
+            "A lookup's bytes: position, frame, code and row of every pick; the block "
+            "of a resident row; the hot slot of another, and for a hit its block and "
+            "the mark of its use. Words that picks share count for each of them.",
             "",
         ]
         times = ", ".join(f"{n}: {t:.1f}" for n, t in self.sweep.items())
+        times = times or "not measured"
         lines += [f"Fetch by number of programs, 13 % misses, µs: {times}", ""]
         lines += [f"Targets, set for an {TARGETS_OF}:", ""]
         lines += [f"- {text}: {verdict}" for text, verdict in self.targets()]

@@ -37,8 +37,19 @@ from kernel_baselines import (  # noqa: E402
     gather_rows,
     plain_conversion,
 )
-from kernel_cases import KINDS, TINY, Case, Sizes  # noqa: E402
+from kernel_cases import (  # noqa: E402
+    BATCHES,
+    KINDS,
+    QUERY_ROWS,
+    TINY,
+    Case,
+    Sizes,
+)
 from kernel_timing import Timer, Work  # noqa: E402
+from option_ranges import in_range  # noqa: E402
+
+# isort: split
+from hisparse_core.kernels.tensors import MAX_CLAIMS  # noqa: E402
 
 GATHER_PROGRAMS = (16, 32, 64, 132, 264, 528)
 FETCH_PROGRAMS = (8, 16, 32, 64, 132)
@@ -76,7 +87,7 @@ class Row:
         fetch: `fetch_rows` of one layer.
         both: `lookup`, `assign` and `fetch_rows`.
         rows: Rows that a fetch brings.
-        lookup_bytes: Bytes that `lookup` must read and write.
+        lookup_bytes: Bytes that `lookup` loads and stores for its picks.
         fetch_bytes: Bytes that a fetch brings.
     """
 
@@ -150,7 +161,6 @@ def measure_case(case: Case, timer: Timer, convert: Conversion) -> Row:
         resolve(unit, number)
         case.fetch(unit, number % 2)
 
-    entries = case.code.numel()
     row = Row(
         case.kind,
         case.batch,
@@ -158,8 +168,7 @@ def measure_case(case: Case, timer: Timer, convert: Conversion) -> Row:
         plain=each(partial(plain, none)),
         plain_counted=each(partial(plain, case.valid)),
         lookup=each(lambda unit, number: case.lookup(unit, number % 2)),
-        # A position, its frame and its hot slot, its code and its row.
-        lookup_bytes=entries * (4 + 4 + 2 + 4 + 4),
+        lookup_bytes=case.lookup_bytes(),
     )
     case.restore()
     case.lookup(case.units[0])
@@ -207,10 +216,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--query-rows", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--replays", type=int, default=30)
-    parser.add_argument("--host-gib", type=float, default=4.0)
+    most_rows = MAX_CLAIMS // Sizes.top_k
+    most_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    for name, read, default in (
+        ("--batches", in_range(int, 1), BATCHES),
+        (
+            "--query-rows",
+            in_range(
+                int, 1, most_rows, f"`assign` takes {MAX_CLAIMS:,} picks of a request"
+            ),
+            QUERY_ROWS,
+        ),
+    ):
+        parser.add_argument(name, type=read, nargs="+", default=[*default])
+    parser.add_argument("--replays", type=in_range(int, 1), default=30)
+    host_gib = in_range(float, 0.1, round(most_gib, 1), "what this machine has")
+    parser.add_argument("--host-gib", type=host_gib, default=4.0)
     parser.add_argument("--no-flush", action="store_true", help="leave the L2 cache")
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

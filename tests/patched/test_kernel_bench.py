@@ -7,10 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
@@ -56,7 +59,8 @@ def test_a_dry_run_measures_every_case_and_writes_nothing() -> None:
     assert "these figures mean nothing" in ran.stdout.splitlines()[0]
     cases = [line for line in ran.stdout.splitlines() if line.startswith("| all hit")]
     assert len(cases) == 2 and all(line.count("|") == 14 for line in cases)
-    assert "met" not in ran.stdout and "not judged" in ran.stdout
+    assert "met" not in ran.stdout
+    assert ran.stdout.count("not measured") == len(kernel_report.TARGETS)
     assert set((BENCH / "results").iterdir()) == before
 
 
@@ -71,20 +75,82 @@ def test_a_cpu_has_no_figures() -> None:
     assert run("--device", "cpu").returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--query-rows", "0", "1 to 15"),
+        ("--query-rows", "16", "1 to 15"),
+        ("--batches", "-1", "1 or more"),
+        ("--replays", "0", "1 or more"),
+        ("--replays", "many", "1 or more"),
+        ("--host-gib", "0", "0.1 to "),
+        ("--host-gib", "nan", "0.1 to "),
+        ("--host-gib", "1e9", "0.1 to "),
+    ],
+)
+def test_a_number_out_of_range_is_said_with_the_range(
+    option: str, value: str, allowed: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse([option, value])
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"argument {option}: it is {value}; give {allowed}" in said
+
+
+def test_numbers_at_the_ends_of_their_ranges_are_taken() -> None:
+    args = bench.parse(["--query-rows", "1", "15", "--batches", "1", "--replays", "1"])
+    assert (args.query_rows, args.batches, args.replays) == ([1, 15], [1], 1)
+
+
+def rows_of(kind: str, cases: list[tuple[int, int]], **times: float) -> list:
+    return [row(kind, batch, query_rows, **times) for batch, query_rows in cases]
+
+
+EVERY_CASE = [*product((1, 16, 64), (1, 4))]
+
+
 def test_the_worst_case_decides_whether_a_target_is_met() -> None:
-    rows = [row("all resident", 1, 1), row("all resident", 64, 4, lookup=6.1)]
-    assert judged(rows[:1])[0] == "1.1, met"
+    rows = rows_of("all resident", EVERY_CASE)
+    assert judged(rows)[0] == "1.1, met"
+    rows[-1].lookup = 6.1
     assert judged(rows)[0] == "1.22, not met"
     assert judged(rows, gpu="NVIDIA L4")[0] == "1.22, not judged"
-    rows = [row("13 % miss", 1, 4, resolve=15.0), row("13 % miss", 16, 1, resolve=40.0)]
+    rows = rows_of("13 % miss", EVERY_CASE[1::2], resolve=15.0)
+    rows.append(row("13 % miss", 16, 1, resolve=40.0))
     assert judged(rows)[1] == "15, met"
+    rows.append(row("13 % miss", 32, 4, resolve=16.0))
+    assert judged(rows)[1] == "16, not met"
     assert judged([row("13 % miss", 16, 1, both=81.0)])[2] == "81, not met"
     # 3.6 MB in 100 µs are 36 GB/s, of 40.
-    rows = [row("all miss", 16, 1, fetch=100.0, fetch_bytes=3.6e6)]
+    rows = rows_of("all miss", EVERY_CASE[2:], fetch=100.0, fetch_bytes=3.6e6)
     assert judged(rows)[3] == "0.9, met"
-    rows.append(row("all miss", 64, 1, fetch=101.0, fetch_bytes=3.6e6))
+    rows[-1].fetch = 101.0
     assert judged(rows)[3] == "0.891, not met"
-    assert judged([])[3] == "not measured"
+
+
+def test_a_target_with_a_case_that_is_not_measured_is_not_judged() -> None:
+    assert judged([]) == ["not measured"] * len(kernel_report.TARGETS)
+    rows = rows_of("all resident", EVERY_CASE[:-1])
+    assert judged(rows)[0] == "not measured: batch 64 with 4 query rows"
+    rows = rows_of("13 % miss", [(1, 4), (16, 4)], resolve=9.0)
+    assert judged(rows)[1] == "not measured: batch 64 with 4 query rows"
+
+
+def test_a_case_without_a_figure_is_not_measured() -> None:
+    rows = rows_of("13 % miss", EVERY_CASE, resolve=9.0, both=70.0)
+    next(r for r in rows if (r.batch, r.query_rows) == (1, 4)).resolve = None
+    next(r for r in rows if (r.batch, r.query_rows) == (16, 1)).both = None
+    assert judged(rows)[1] == "not measured: batch 1 with 4 query rows"
+    assert judged(rows)[2] == "not measured"
+    assert judged(rows_of("all miss", EVERY_CASE))[3] == "not measured"
+
+
+def test_a_driver_that_does_not_answer_is_unknown(monkeypatch) -> None:
+    def hangs(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert kernel_report._driver() == "unknown"
 
 
 def test_results_carry_the_machine_and_the_date(monkeypatch, tmp_path) -> None:
@@ -139,3 +205,46 @@ def test_a_case_misses_as_often_as_its_name_says(kind) -> None:
         assert torch.equal(unit.plan.src, before)
     assert not case.faults.any() and (case.rows >= 0).all()
     assert all(len(set(row)) == TINY.top_k for row in unit.positions.tolist())
+
+
+class PickBytes:
+    """Context manager that counts the bytes of all accesses by tiles of picks."""
+
+    def __enter__(self) -> "PickBytes":
+        self.count = 0
+        builder = interpreter.InterpreterBuilder
+        self._saved = builder.create_masked_load, builder.create_masked_store
+        load, store = self._saved
+
+        def note(pointers, mask) -> None:
+            if np.ndim(mask.data) == 2:
+                width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+                self.count += width * int(np.count_nonzero(mask.data))
+
+        def counted_load(itself, pointers, mask, *args):
+            note(pointers, mask)
+            return load(itself, pointers, mask, *args)
+
+        def counted_store(itself, pointers, value, mask, *args):
+            note(pointers, mask)
+            return store(itself, pointers, value, mask, *args)
+
+        builder.create_masked_load = counted_load
+        builder.create_masked_store = counted_store
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        builder = interpreter.InterpreterBuilder
+        builder.create_masked_load, builder.create_masked_store = self._saved
+
+
+@pytest.mark.parametrize("query_rows", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_a_lookup_are_what_the_kernel_loads_and_stores(
+    kind, query_rows
+) -> None:
+    device = torch.device("cpu")
+    case = Case(TINY, kind, 3, query_rows, bench.host_rows(TINY, device), device)
+    with PickBytes() as counted:
+        case.lookup(case.units[0])
+    assert counted.count == case.lookup_bytes() > 0
