@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """The model whose miss rates are nearest to those published for a real one.
 
-Published for GLM-5.1, top-k 2,048, on a trace of LongBench-v2. Four of the six numbers
-are fitted; the other two only check whether the streams behave like the trace.
+Published for GLM-5.1, top-k 2,048, on a trace of LongBench-v2: see SOURCE. Four of the
+six numbers are fitted; the other two only check whether the streams behave like the
+trace.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,10 @@ from rules import LRU, ONLINE, OPTIMUM, Rule
 from simulation import Key, Measured, mean, measure
 from streams import Model, Shape
 
+SOURCE = (
+    "Xie et al., *HiSparse: Scaling Sparse-Attention Decoding with Hierarchical KV "
+    "Cache Management*, [arXiv:2608.07009](https://arxiv.org/abs/2608.07009)"
+)
 FITTED: dict[Key, float] = {
     ("LRU", 1): 0.300,
     ("LRU", 2): 0.134,

@@ -273,12 +273,14 @@ class Rule:
 
     Attributes:
         name: What tables and pictures call it.
+        gives_up: Which of the rows that a step does not pick make room first.
         make: Makes its buffer.
         work: Compared with LRU.
         needs: Why.
     """
 
     name: str
+    gives_up: str
     make: Callable[[int, int, int], HotBuffer]
     work: Work
     needs: str
@@ -286,36 +288,74 @@ class Rule:
 
 LRU = Rule(
     "LRU",
+    "least recently used: those that were picked last the longest time ago; of those "
+    "picked last in the same step, its misses",
     Lru,
     Work.NO_MORE,
     "what `assign` does: an order of the slots, split by one scan; the slots to take "
     "are the first ones not in use",
 )
 _SELECT = "and a selection of the lowest, where LRU takes the first of an order"
+_PLACE = "another place in the order"
 ONLINE = (
     LRU,
-    Rule("LRU, fetched newest", LruNewest, Work.NO_MORE, "another place in the order"),
     Rule(
-        "LRU, fetched halfway", LruHalfway, Work.NO_MORE, "another place in the order"
+        "LRU, fetched newest",
+        "as LRU, but of those picked last in the same step, its hits",
+        LruNewest,
+        Work.NO_MORE,
+        _PLACE,
     ),
-    Rule("LRU, fetched oldest", LruOldest, Work.NO_MORE, "another place in the order"),
-    Rule("FIFO", Fifo, Work.NO_MORE, "the same scan; hits do not change the order"),
+    Rule(
+        "LRU, fetched halfway",
+        "as LRU, but a row that is fetched counts as old as the middle one of those "
+        "that the step does not pick",
+        LruHalfway,
+        Work.NO_MORE,
+        _PLACE,
+    ),
+    Rule(
+        "LRU, fetched oldest",
+        "as LRU, but a row that is fetched goes first, until it is picked again",
+        LruOldest,
+        Work.NO_MORE,
+        _PLACE,
+    ),
+    Rule(
+        "FIFO",
+        "first in, first out: those that were fetched the longest time ago, however "
+        "often they were picked since",
+        Fifo,
+        Work.NO_MORE,
+        "the same scan; hits do not change the order",
+    ),
     Rule(
         "clock",
+        "a hand goes round the slots, and takes those that were not picked since it "
+        "came by last; others it passes over once",
         Clock,
         Work.NO_MORE,
         "a mark for each slot and a hand in place of the order; a second scan where "
         "one round does not find enough",
     ),
-    Rule("random", Random, Work.MORE, f"a random number for each slot {_SELECT}"),
+    Rule(
+        "random",
+        "any, all alike",
+        Random,
+        Work.MORE,
+        f"a random number for each slot {_SELECT}",
+    ),
     Rule(
         "frequency",
+        "those picked least often since they were fetched; with every step a pick "
+        f"counts {Frequency.fade:g} times what it did",
         Frequency,
         Work.MORE,
         f"a count for each slot, all of them changed in every step, {_SELECT}",
     ),
     Rule(
         "score when picked",
+        "those that the indexer scored lowest, each by the step that picked it last",
         ScoreThen,
         Work.MORE,
         "top-k to hand out scores with its positions, a score kept for each slot, "
@@ -323,12 +363,15 @@ ONLINE = (
     ),
     Rule(
         "LRU, ties by score",
+        "as LRU, but of those picked last in the same step, the ones that it scored "
+        "lowest",
         LruScoreThen,
         Work.MORE,
         "top-k to hand out scores with its positions, and a sort of each step's rows",
     ),
     Rule(
         "score now",
+        "those that the indexer scores lowest in this step",
         ScoreNow,
         Work.MORE,
         "the logits of rows that were not picked, read for every slot not in use, "
@@ -336,10 +379,18 @@ ONLINE = (
     ),
     Rule(
         "LRU, low scores first",
+        "those that score below the mean of all of them in this step, by LRU; then the "
+        "others, by LRU",
         ScoreHalf,
         Work.MORE,
         "the logits of rows that were not picked, read for every slot not in use, a "
         "mean and a second scan",
     ),
 )
-OPTIMUM = Rule("optimum", Optimum, Work.MORE, "the future: a bound, not a rule")
+OPTIMUM = Rule(
+    "optimum",
+    "those that will not be picked for the longest time: no rule can miss less",
+    Optimum,
+    Work.MORE,
+    "the future: a bound, not a rule",
+)

@@ -2,13 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Which rule should decide what leaves a hot buffer? Miss rates on synthetic streams.
 
-    python bench/policy/study.py [--out FOLDER] [--seeds N] [--quick]
+    python bench/policy/study.py [--out FOLDER] [--seeds N] [--top-k N] [--quick]
     python bench/policy/study.py --calibrate
 
 It compares the LRU of the resolver with other rules and with the offline optimum, for
 hot buffers of 1 to 4 times top-k. The streams are calibrated to miss rates that were
-published for a real model; then their overlap and their kind are varied. It prints
-a report, and with `--out` writes it and two charts there.
+published for a real model (fitting.py names the source); then their overlap and their
+kind are varied. It prints a report, and with `--out` writes it and two charts there.
 
 A simulation of picks, not of a device: it counts misses, never time.
 """
@@ -30,18 +30,41 @@ from simulation import Measured, mean, measure
 from streams import Model, Shape
 from verdict import SIZE, SIZES, Stream, Study
 
-# Chosen for overlaps of about 0.95 to 0.5; 1 is the calibrated stream.
-_PACES = (0.17, 0.3, 0.45, 0.65, 0.8, 1.0, 1.25, 1.5, 1.8)
 _CONTEXTS = (32_768, 138_000)
 _KINDS = {
     "popularity and noise only": Model(1.0, 0.0, 1.0, 0.35),
     "drift and noise only": Model(0.0, 1.0, 30.0, 0.1),
 }
-_QUICK_SHAPE = Shape(top_k=2048, context=65_536, steps=400, warm_up=200)
-_QUICK_DIVISOR = 16
-_QUICK_PACES = (0.65, 1.0, 1.5)
 _TRIALS = 60
 _EVERY_RULE = (*ONLINE, OPTIMUM)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a study takes where the command line says nothing else.
+
+    Attributes:
+        top_k, context, steps, warm_up: See `Shape`.
+        seeds: Calibrated streams.
+        divisor: The contexts of other streams, and the newest rows that get a bonus,
+            are so many times fewer.
+        paces: Of the sweep; 1 is taken from the calibrated stream.
+    """
+
+    top_k: int
+    context: int
+    steps: int
+    warm_up: int
+    seeds: int
+    divisor: int
+    paces: Sequence[float]
+
+
+# Paces for overlaps of about 0.95 to 0.5; 1 is the calibrated stream.
+_FULL = Defaults(
+    2048, 65_536, 1280, 512, 3, 1, (0.17, 0.3, 0.45, 0.65, 0.8, 1.0, 1.25, 1.5, 1.8)
+)
+_QUICK = Defaults(128, 4096, 400, 200, 1, 16, (0.65, 1.0, 1.5))
 
 
 @dataclass
@@ -74,19 +97,24 @@ def run(shape: Shape, seeds: int, divisor: int, paces: Sequence[float]) -> Study
     """Run the study.
 
     Args:
-        shape: Of the calibrated stream, at full size.
+        shape: Of the calibrated stream.
         seeds: Streams that are averaged where the calibrated one is measured.
-        divisor: All rows are so many times fewer.
-        paces: Of the sweep; 1 is taken from the calibrated stream.
+        divisor: See `Defaults`.
+        paces: See `Defaults`.
     """
     if seeds < 1:
         raise ValueError(f"--seeds is {seeds}; give 1 or more")
-    small = shape.scaled(divisor)
+    shortest = min(_CONTEXTS) // divisor
+    if shape.top_k >= shortest:
+        raise ValueError(
+            f"--top-k is {shape.top_k:,}; give less than {shortest:,}, the context of "
+            "another stream that is measured"
+        )
     model = CALIBRATED.scaled(divisor)
-    others = list(_other_streams(shape))
+    others = list(_other_streams(shape, divisor))
     progress = Progress(seeds + len(paces) - paces.count(1.0) + len(others))
     by_seed = [
-        progress.measure("calibrated", model, small, seed, SIZES)
+        progress.measure("calibrated", model, shape, seed, SIZES)
         for seed in range(seeds)
     ]
     sweep = []
@@ -94,22 +122,22 @@ def run(shape: Shape, seeds: int, divisor: int, paces: Sequence[float]) -> Study
         title = f"pace {pace:g}"
         measured = by_seed[0]
         if pace != 1:
-            measured = progress.measure(title, model.at_pace(pace), small, 0, [SIZE])
+            measured = progress.measure(title, model.at_pace(pace), shape, 0, [SIZE])
         sweep.append(Stream(title, measured))
-    kinds = []
-    for title, kind, kind_shape in others:
-        kind, kind_shape = kind.scaled(divisor), kind_shape.scaled(divisor)
-        kinds.append(
-            Stream(title, progress.measure(title, kind, kind_shape, 0, [SIZE]))
-        )
-    return Study(CALIBRATED, small, by_seed, mean(by_seed), sweep, kinds)
+    kinds = [
+        Stream(title, progress.measure(title, kind, kind_shape, 0, [SIZE]))
+        for title, kind, kind_shape in others
+    ]
+    return Study(divisor > 1, model, shape, by_seed, mean(by_seed), sweep, kinds)
 
 
-def _other_streams(shape: Shape) -> Iterator[tuple[str, Model, Shape]]:
-    for context in _CONTEXTS:
-        yield f"context {context:,}", CALIBRATED, replace(shape, context=context)
+def _other_streams(shape: Shape, divisor: int) -> Iterator[tuple[str, Model, Shape]]:
+    for full_context in _CONTEXTS:
+        context = full_context // divisor
+        other = replace(shape, context=context)
+        yield f"context {context:,}", CALIBRATED.scaled(divisor), other
     for title, model in _KINDS.items():
-        yield title, model, shape
+        yield title, model.scaled(divisor), shape
 
 
 def _date() -> str:
@@ -120,15 +148,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--top-k", type=int, default=2048)
-    parser.add_argument("--context", type=int, default=65_536, help="rows at first")
-    parser.add_argument("--steps", type=int, default=1280)
-    parser.add_argument("--warm-up", type=int, default=512, help="steps not counted")
-    parser.add_argument("--seeds", type=int, default=3, help="calibrated streams")
+    for name, what in (
+        ("top_k", "rows that a step picks"),
+        ("context", "rows at first"),
+        ("steps", "steps"),
+        ("warm_up", "first steps, which are not counted"),
+        ("seeds", "calibrated streams"),
+    ):
+        full, quick = getattr(_FULL, name), getattr(_QUICK, name)
+        text = f"{what} (default: {full:,}; with --quick {quick:,})"
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, metavar="N", help=text)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write files there")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
-        "--quick", action="store_true", help="show that it runs, at small sizes"
+        "--quick", action="store_true", help="show that it runs, at a 16th of the rows"
     )
     kind.add_argument(
         "--calibrate", action="store_true", help="fit the stream, and end"
@@ -141,6 +175,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
     args = parser.parse_args(argv)
+    defaults = _QUICK if args.quick else _FULL
+    for name, value in vars(args).items():
+        if value is None:
+            setattr(args, name, getattr(defaults, name, None))
     try:
         if args.out:
             # Before the work, which would be lost.
@@ -150,10 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             model = calibrate(shape, (0, 1), _TRIALS, Progress(0).say)
             print(f"fitted: {model}")
             return
-        if args.quick:
-            study = run(_QUICK_SHAPE, 1, _QUICK_DIVISOR, _QUICK_PACES)
-        else:
-            study = run(shape, args.seeds, 1, _PACES)
+        study = run(shape, args.seeds, defaults.divisor, defaults.paces)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import plots
-from fitting import FITTED, HELD_OUT
+from fitting import FITTED, HELD_OUT, SOURCE
 from rules import LRU, ONLINE, OPTIMUM, Rule, Work
 from simulation import Key, Measured
 from streams import Model, Shape
@@ -17,6 +17,7 @@ SIZE = 2  # that the design gives a hot buffer, and the one at which rules are j
 # A rule qualifies if it wins back this much of the gap, at no more device work.
 NEEDED = 0.25
 # GLM-5.3 with its MTP layer: docs/design.md, D7.
+TOP_K = 2048
 _ROW_BYTES, _LAYERS, _UNITS = 656, 79, 22
 _SHOWN = (
     "LRU",
@@ -43,6 +44,7 @@ class Study:
     """All that was measured.
 
     Attributes:
+        is_quick: Whether it only shows that the study runs.
         model: The calibrated one.
         shape: Of its streams.
         by_seed: Its streams.
@@ -51,6 +53,7 @@ class Study:
         others: Streams of another length or kind.
     """
 
+    is_quick: bool
     model: Model
     shape: Shape
     by_seed: Sequence[Measured]
@@ -121,10 +124,13 @@ def _work(study: Study) -> str:
 
 def _bytes(study: Study) -> str:
     """What the best rule that looks at scores would save, and read."""
-    top_k, rates = study.shape.top_k, study.mean.rates
+    if study.shape.top_k != TOP_K:
+        return f"What rules would save on GLM-5.3 is told at its top-k ({TOP_K:,}).\n"
+    rates = study.mean.rates
     lru, now = rates[LRU.name, SIZE], rates["score now", SIZE]
-    megabyte = _ROW_BYTES * _LAYERS * top_k / 1e6
-    idle = round((SIZE - 1 + lru) * top_k)
+    megabyte = _ROW_BYTES * _LAYERS * TOP_K / 1e6
+    # Slots without a hit: the rule's own misses decide how many.
+    idle = round((SIZE - 1 + now) * TOP_K)
     return (
         f"For GLM-5.3 (fp8 rows of {_ROW_BYTES} bytes in {_LAYERS} layers, {_UNITS} "
         f"index units) score now would bring {megabyte * now:.1f} MB from the host in "
@@ -210,6 +216,23 @@ def _model(study: Study) -> str:
     )
 
 
+_WORDS = """\
+A hot buffer holds rows of one request on the device. A step *picks* the top-k rows that
+the indexer scores highest. A pick that is in the buffer is a *hit*; else it is a
+*miss*: it is fetched from the host, and some row that the step does not pick makes
+room. A *rule* says which. The miss rate is misses by picks. The *gap* is the miss rate
+of LRU, which the resolver has, less that of the optimum; a rule *wins* the part of it
+by which it misses less than LRU. *Device work* is compared with that of LRU in the
+kernel `assign`. *Overlap* is the share of a step's picks that the step before picked,
+too. At a *pace* of p, scores move p times as far from step to step as on the calibrated
+stream.
+"""
+
+_QUICK = """\
+**A quick run, with few rows and steps: it shows that the study runs, and nothing about
+the rules.**
+"""
+
 _NO_SCORES = """\
 The resolver is handed positions. The logits that they were chosen by are a temporary
 of the indexer's operator, and top-k does not return them. Scores of rows that were
@@ -225,6 +248,13 @@ stream: with nothing but popularity, the rows that were fetched last are mostly 
 with nothing but drift, they are the ones that will be picked. In parentheses: percent
 of the gap won.
 """
+
+
+def words() -> str:
+    """What the report's words and the names of the rules mean."""
+    rows = [[rule.name, rule.gives_up] for rule in (*ONLINE, OPTIMUM)]
+    heads = ["rule", "which rows make room first"]
+    return f"{_WORDS}\n{table(heads, rows)}"
 
 
 def text(study: Study, command: str, about: str, charts: Sequence[str]) -> str:
@@ -245,13 +275,16 @@ def text(study: Study, command: str, about: str, charts: Sequence[str]) -> str:
         f"```sh\n{command}\n```\n",
         "A simulation on synthetic streams. They are no model's picks, and no GPU took "
         f"part. {about}.\n",
+        *([_QUICK] if study.is_quick else []),
+        "## Words\n",
+        words(),
         "## Verdict\n",
         verdict(study),
         "## Streams\n",
         _model(study),
         _calibration(study),
         "The published rates are those of GLM-5.1, top-k 2,048, on a LongBench-v2 "
-        "trace.\n",
+        f"trace: {SOURCE}.\n",
         "## Miss rates\n",
         _rates(study),
         *size,

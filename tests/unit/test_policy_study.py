@@ -275,7 +275,7 @@ def judged(
     other.rates["FIFO", 2] -= 0.1 * elsewhere
     others = [verdict.Stream("another", other)]
     shape = Shape(4, 40, 10, 5)
-    return verdict.Study(MODEL, shape, by_seed, by_seed[0], others, others)
+    return verdict.Study(False, MODEL, shape, by_seed, by_seed[0], others, others)
 
 
 def test_rule_qualifies_that_wins_a_quarter_on_every_seed_at_no_more_work() -> None:
@@ -306,6 +306,10 @@ def test_verdict_names_a_rule_that_would_win_on_another_stream() -> None:
         (["--warm-up=90"], "--warm-up is 90; give 0 to 89"),
         (["--seeds=0"], "--seeds is 0; give 1 or more"),
         (
+            ["--quick", "--top-k=2048", "--context=4096"],
+            "--top-k is 2,048; give less than 2,048, the context of another stream",
+        ),
+        (
             ["--warm-up=2"],
             "x top-k is not full by then; give more steps",
         ),
@@ -320,6 +324,39 @@ def test_bad_argument_is_said_with_a_remedy(
         study.main([*small, *args])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_rows_of_a_quick_run_have_the_names_of_what_was_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study.main(["--quick", "--seeds=2", "--top-k=64"])
+    out, err = capsys.readouterr()
+    assert "calibrated, seed 1" in err
+    assert "**A quick run, with few rows and steps:" in out
+    assert "Top-k 64 of 4,096 rows" in out and "means over 2 streams" in out
+    assert "| context 2,048 |" in out and "| context 8,625 |" in out
+    assert "32,768" not in out and "138,000" not in out
+    # Arithmetic with another model's top-k would be no figure of that model.
+    assert "MB from the host" not in out
+
+
+def test_what_a_rule_reads_of_scores_follows_from_its_own_misses() -> None:
+    found = judged({"score now": (0.5, 0.5)})
+    full = replace(found, shape=Shape(2048, 65_536, 10, 5))
+    report = verdict.text(full, "", "", [])
+    # Of 4,096 slots those without a hit: 2,048 and 15 % of 2,048, not LRU's 20 %.
+    assert "it would read about 2,355 logits in each unit" in report
+
+
+def test_the_report_says_what_every_rule_means_and_who_published_the_rates() -> None:
+    report = verdict.text(judged({}), "", "", [])
+    words = report.partition("## Words")[2].partition("## Verdict")[0]
+    for rule in EVERY_RULE:
+        assert f"| {rule.name} | {rule.gives_up} |" in words
+    for word in ("gap", "wins", "Device work", "Overlap", "pace", "hit", "miss"):
+        assert f"*{word}*" in words
+    assert "LongBench-v2 trace: Xie et al., " in report and "arXiv:2608.07009" in report
+    assert "A quick run" not in report
 
 
 def test_buffer_smaller_than_a_step_is_refused() -> None:
