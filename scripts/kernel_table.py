@@ -9,7 +9,6 @@ are recorded instead of run.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -26,8 +25,10 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from hisparse_tools.compile_options import parse
+from hisparse_tools.errors import ToolError, run_command
 from hisparse_tools.paths import this_project
-from hisparse_tools.progress import Bar, say
+from hisparse_tools.progress import Steps, say
 from hisparse_tools.readme import between
 from launch_recorder import LaunchRecorder, RecordedLaunch
 
@@ -302,38 +303,43 @@ def distinct(launches: list[Launch]) -> list[Launch]:
     return list(seen.values())
 
 
-def main(argv: Sequence[str]) -> int:
-    """Compile, print the table, and say what is wrong."""
-    parser = argparse.ArgumentParser(prog="nox -s compile --", description=__doc__)
-    parser.add_argument(
-        "--write", action="store_true", help="put the table into docs/kernels.md"
-    )
-    args = parser.parse_args(argv)
-    if "TRITON_INTERPRET" in os.environ:
-        parser.error("TRITON_INTERPRET is set; the interpreter compiles nothing")
-    project = this_project()
-    sys.path.insert(0, str(project.overlay / "v1" / "hisparse"))
-    recorder = Recorder()
-    with recorder:
-        record_all(recorder)
-    launches = distinct(recorder.labelled())
+def compile_all(launches: list[Launch]) -> tuple[list[str], list[str]]:
+    """Compile every launch for every target: lines of the table, and problems."""
     lines, wrong = [], []
-    with Bar("compiling", len(launches) * len(TARGETS)) as bar:
+    with Steps("compiling", len(launches) * len(TARGETS)) as steps:
         for launch in launches:
+            kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
             cells = []
             for name in TARGETS:
+                steps.begin(f"{kernel} ({launch.label}) for {name}")
                 compiled = compile_for(launch, name)
                 cells.append(
                     f"{compiled.registers} / {compiled.spilled} / {compiled.shared:,}"
                 )
                 label = f"{launch.kernel.__name__}, {launch.label}, {name}"
                 wrong += [f"{label}: {p}" for p in problems(launch, name, compiled)]
-                bar.advance(1)
-            kernel = launch.kernel.__name__.strip("_").removesuffix("_kernel")
             warps = launch.sizes["num_warps"]
             lines.append(
                 f"| {kernel} | {launch.label} | {warps} | {' | '.join(cells)} |"
             )
+    return lines, wrong
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compile, print the table, and say what is wrong."""
+    args = parse(argv, __doc__)
+    if "TRITON_INTERPRET" in os.environ:
+        raise ToolError(
+            "TRITON_INTERPRET is set; the interpreter compiles nothing",
+            "unset it, or run: nox -s compile",
+        )
+    project = this_project()
+    sys.path.insert(0, str(project.overlay / "v1" / "hisparse"))
+    recorder = Recorder()
+    with recorder:
+        record_all(recorder)
+    launches = distinct(recorder.labelled())
+    lines, wrong = compile_all(launches)
     header = f"| kernel | shape | warps | {' | '.join(TARGETS)} |"
     table = "\n".join([header, "| --- " * (3 + len(TARGETS)) + "|", *lines])
     say(table)
@@ -351,4 +357,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""Progress lines with times, and a bar where something takes a while."""
+"""Progress lines with times, a bar, and the names of many short steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TextIO
 
 _REDRAW_S = 0.1
 _BAR_AFTER_S = 0.5
+_LINE_EVERY_S = 10.0
 
 
 def say(text: str = "") -> None:
@@ -83,4 +84,48 @@ class Bar:
         full = int(share * width)
         bar = "#" * full + "." * (width - full)
         self._stream.write(f"\r  {self._title} [{bar}] {share:4.0%}")
+        self._stream.flush()
+
+
+class Steps:
+    """Many steps with names: one line on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
+        """Start; nothing is written yet.
+
+        Args:
+            title: What is being done.
+            total: How many steps there are.
+            stream: Where to write; standard error when omitted.
+        """
+        self._title = title
+        self._total = total
+        self._stream = sys.stderr if stream is None else stream
+        self._live = self._stream.isatty()
+        self._written: float | None = None
+        self._begun = 0
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live and self._begun:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def begin(self, name: str) -> None:
+        """Say that the next step begins, if it is time to."""
+        self._begun += 1
+        now = time.monotonic()
+        every_s = _REDRAW_S if self._live else _LINE_EVERY_S
+        if self._written is not None and now - self._written < every_s:
+            return
+        self._written = now
+        line = f"  {self._title}, {self._begun} of {self._total}: {name}"
+        if self._live:
+            # A line that wraps could not be written over.
+            line = f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K"
+        else:
+            line += "\n"
+        self._stream.write(line)
         self._stream.flush()
