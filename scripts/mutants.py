@@ -13,7 +13,14 @@ from queue import SimpleQueue
 
 from hisparse_tools.build import cpu_python
 from hisparse_tools.errors import ToolError, run_command
-from hisparse_tools.mutants import Bench, Fate, Mutant, copy_project, read_mutants
+from hisparse_tools.mutants import (
+    Bench,
+    Fate,
+    Mutant,
+    chosen,
+    copy_project,
+    read_mutants,
+)
 from hisparse_tools.paths import scratch, this_project
 from hisparse_tools.progress import Bar, say, step
 
@@ -85,13 +92,8 @@ def main(argv: Sequence[str]) -> int:
         "for the end-to-end ones, 3 GB",
     )
     args = parser.parse_args(argv)
-    mutants = [
-        mutant
-        for mutant in read_mutants(project.root / "tests" / "mutants.toml")
-        if any(word in f"{mutant.file} {mutant.why}" for word in args.words or [""])
-    ]
-    if not mutants:
-        parser.error(f"no mutant has any of {args.words} in its file or reason")
+    known = read_mutants(project.root / "tests" / "mutants.toml")
+    mutants = chosen(known, args.words)
     python = cpu_python(project)
     with scratch() as work:
         benches = []

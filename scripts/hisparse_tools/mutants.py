@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -82,6 +83,26 @@ def read_mutants(path: Path) -> list[Mutant]:
                 "give file, old, new, test and why",
             ) from error
     return mutants
+
+
+def chosen(mutants: list[Mutant], words: Sequence[str]) -> list[Mutant]:
+    """Those whose file or reason has one of the words; all of them without words.
+
+    Raises:
+        ToolError: If a word is in none.
+    """
+
+    def has(mutant: Mutant, word: str) -> bool:
+        return word in f"{mutant.file} {mutant.why}"
+
+    unknown = [w for w in words if not any(has(mutant, w) for mutant in mutants)]
+    if unknown:
+        raise ToolError(
+            f"no mutant has {' or '.join(map(repr, unknown))} in its file or reason",
+            "look into tests/mutants.toml; case matters, and a reason of several words "
+            "goes in quotes",
+        )
+    return [m for m in mutants if not words or any(has(m, word) for word in words)]
 
 
 def copy_project(project: Project, folder: Path) -> None:

@@ -14,6 +14,7 @@ from hisparse_tools.mutants import (
     Bench,
     Fate,
     Mutant,
+    chosen,
     copy_project,
     mirror_package,
     mutated,
@@ -67,6 +68,32 @@ def test_entry_without_a_field_is_an_error(tmp_path: Path) -> None:
     table.write_text("[[mutant]]\nfile = 'a'\nold = 'b'\nnew = 'c'\ntest = 'd'\n")
     with pytest.raises(ToolError, match="has no 'why'"):
         read_mutants(table)
+
+
+ONE = Mutant("scripts/one.py", "a", "b", ("t",), "the first reason")
+TWO = Mutant("bench/two.py", "a", "b", ("t",), "the second")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], [ONE, TWO]),
+        (["reason"], [ONE]),
+        (["bench/"], [TWO]),
+        (["first", "second"], [ONE, TWO]),
+    ],
+)
+def test_words_choose_mutants_by_file_or_reason(
+    words: list[str], expected: list[Mutant]
+) -> None:
+    assert chosen([ONE, TWO], words) == expected
+
+
+def test_word_that_no_mutant_has_is_named() -> None:
+    with pytest.raises(ToolError) as raised:
+        chosen([ONE, TWO], ["first", "third", "Second"])
+    assert raised.value.what.startswith("no mutant has 'third' or 'Second' in its file")
+    assert "case matters" in raised.value.remedy
 
 
 def test_mirror_has_one_copy_and_links_else(tmp_path: Path) -> None:
