@@ -31,10 +31,17 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from option_ranges import in_range
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+from hisparse_tools.paths import user_path  # noqa: E402
+from hisparse_tools.progress import Steps  # noqa: E402
 
 WORLD = Path(__file__).with_name("scheduler_world.py")
 VARIANTS = ("off", "resident", "mixed")
@@ -67,6 +74,12 @@ class Variant:
             raise SystemExit(f"error: the process of {self.name!r} ended; see above")
         return json.loads(line)
 
+    def begin(self) -> Iterator[int]:
+        """Wait until all requests decode; yields how many do."""
+        while isinstance(answer := self.read(), int):
+            yield answer
+        self.about = answer
+
     def run_round(self, keep: bool) -> None:
         """Run one round; a first one only warms up."""
         assert self.process.stdin is not None
@@ -88,7 +101,7 @@ def start(name: str, requests: int, tokens: int, args: argparse.Namespace) -> Va
         "VLLM_USE_V2_MODEL_RUNNER": "1",
     }
     if name == "off" and args.unpatched:
-        env["PYTHONPATH"] = str(args.unpatched)
+        env["PYTHONPATH"] = args.unpatched
     sizes = [str(n) for n in (requests, tokens, (args.rounds + 1) * STEPS)]
     return Variant(
         name,
@@ -104,15 +117,22 @@ def start(name: str, requests: int, tokens: int, args: argparse.Namespace) -> Va
 
 def measure(requests: int, tokens: int, args: argparse.Namespace) -> list[Variant]:
     """Run all variants of one shape, taking turns."""
-    variants = []
+    variants: list[Variant] = []
+    total = len(VARIANTS) * (requests + args.rounds + 1)
     try:
-        for name in VARIANTS:
-            variants.append(start(name, requests, tokens, args))
-        for variant in variants:
-            variant.about = variant.read()
-        for number in range(args.rounds + 1):
-            for variant in variants if number % 2 else reversed(variants):
-                variant.run_round(keep=number > 0)
+        with Steps(f"{requests} requests of {tokens:,} tokens", total) as steps:
+            for name in VARIANTS:
+                variants.append(start(name, requests, tokens, args))
+            for variant in variants:
+                steps.begin(f"starting {variant.name}")
+                for number in variant.begin():
+                    if number < requests:
+                        steps.begin(f"{variant.name}, {number} of them decode")
+            for number in range(args.rounds + 1):
+                for variant in variants if number % 2 else reversed(variants):
+                    title = f"round {number}" if number else "warming up"
+                    steps.begin(f"{title}, {variant.name}")
+                    variant.run_round(keep=number > 0)
     finally:
         for variant in variants:
             variant.process.kill()
@@ -138,10 +158,12 @@ def print_machine(args: argparse.Namespace) -> None:
         lines = [i for i in info.read_text().splitlines() if i.startswith("model name")]
         cpu = lines[0].split(":")[1].strip() if lines else cpu
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    rounds = "1 round" if args.rounds == 1 else f"{args.rounds} rounds"
     print(
         f"{now}; {cpu}, {os.cpu_count()} cores, load average "
         f"{os.getloadavg()[0]:.1f}; Python {platform.python_version()}; "
-        f"{args.rounds} rounds of {STEPS} steps, variants taking turns"
+        f"{rounds} of {STEPS} steps, variants taking turns",
+        flush=True,
     )
 
 
@@ -182,23 +204,53 @@ def print_growth(by_shape: dict[tuple[int, int], list[Variant]]) -> None:
         )
 
 
-def main() -> None:
-    """Run the command."""
+def unpatched_path(text: str) -> str:
+    """Check folders that are to be PYTHONPATH for the unpatched release."""
+    folders = [user_path(part).resolve() for part in text.split(os.pathsep)]
+    found = [folder for folder in folders if (folder / "vllm/__init__.py").is_file()]
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text} has no vllm; give the folder that the unpatched release is "
+            "installed in, such as its site-packages"
+        )
+    if (found[0] / "vllm/v1/hisparse").exists():
+        raise argparse.ArgumentTypeError(
+            f"the vllm in {found[0]} has HiSparse; give the folder of one without it"
+        )
+    return os.pathsep.join(map(str, folders))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[34_500, 138_000])
-    parser.add_argument("--rounds", type=int, default=15)
+    requests, tokens = in_range(int, 1, 16_384), in_range(int, STEPS, 1_000_000)
+    parser.add_argument("--requests", type=requests, nargs="+")
+    parser.add_argument("--tokens", type=tokens, nargs="+")
+    parser.add_argument("--rounds", type=in_range(int, 1))
     parser.add_argument(
         "--unpatched",
         metavar="PYTHONPATH",
+        type=unpatched_path,
         help="folder with the unpatched release, of which 'off' is measured",
     )
-    parser.add_argument("--quick", action="store_true", help="show that it runs")
-    args = parser.parse_args()
-    if args.quick:
-        args.requests, args.tokens, args.rounds = [16], [34_500], 1
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="show that it runs: 16 requests of 34,500 tokens and one round, unless "
+        "told otherwise",
+    )
+    args = parser.parse_args(argv)
+    args.requests = args.requests or ([16] if args.quick else [64, 256])
+    args.tokens = args.tokens or ([34_500] if args.quick else [34_500, 138_000])
+    args.rounds = args.rounds or (1 if args.quick else 15)
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command."""
+    args = parse(argv)
     print_machine(args)
     by_shape: dict[tuple[int, int], list[Variant]] = {}
     for requests in args.requests:
@@ -229,4 +281,4 @@ def print_versions(variants: list[Variant]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

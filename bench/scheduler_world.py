@@ -3,7 +3,8 @@
 """One variant of the scheduler, at GLM-5.3's block counts, in a process of its own.
 
 `scheduler_cost.py` starts it and writes one line for each round it wants; each line
-that comes back is JSON. It also runs in a vLLM without the series, where HiSparse
+that comes back is JSON: first the numbers of requests that decode, one by one, then
+what this process is. It also runs in a vLLM without the series, where HiSparse
 cannot be on.
 """
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +176,13 @@ def _acknowledge(output, result: ModelRunnerOutput) -> int:
     return len(done)
 
 
-def fill(scheduler: Scheduler, num_requests: int, num_tokens: int) -> None:
+def fill(scheduler: Scheduler, num_requests: int, num_tokens: int) -> Iterator[int]:
     """Add requests until all of them decode, all at the same offset into a page.
 
     Otherwise a page would be filled in every step, and none be quiet.
+
+    Yields:
+        How many requests decode.
     """
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
@@ -195,6 +200,7 @@ def fill(scheduler: Scheduler, num_requests: int, num_tokens: int) -> None:
         scheduler.add_request(request)
         while not request.num_output_tokens:
             step(scheduler)
+        yield number + 1
 
 
 def prefill_steps(num_tokens: int, num_decoding: int) -> int:
@@ -245,6 +251,19 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
+_REMEDY = "remedy: give more --requests or --tokens (16 and 34,500 do)"
+
+
+def check_running(scheduler: Scheduler, variant: str, num_requests: int) -> None:
+    """End this process unless all requests run: a step of fewer is another one."""
+    running = len(scheduler.running)
+    if running != num_requests:
+        raise SystemExit(
+            f"error: in {variant!r} the device holds {DEVICE_SHARE[variant]:g} times "
+            f"what all requests take, and {running} of {num_requests} run\n{_REMEDY}"
+        )
+
+
 def main() -> None:
     """Serve rounds: `scheduler_world.py VARIANT REQUESTS TOKENS STEPS`."""
     variant, *numbers = sys.argv[1:]
@@ -252,14 +271,19 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
     with tempfile.TemporaryDirectory() as folder:
-        scheduler = make_scheduler(
-            Path(folder), variant, num_requests, num_tokens, num_steps
-        )
-        fill(scheduler, num_requests, num_tokens)
+        try:
+            scheduler = make_scheduler(
+                Path(folder), variant, num_requests, num_tokens, num_steps
+            )
+        except ValueError as error:
+            raise SystemExit(f"error: in {variant!r}: {error}\n{_REMEDY}") from None
+        for number in fill(scheduler, num_requests, num_tokens):
+            print(number, file=answers, flush=True)
+        check_running(scheduler, variant, num_requests)
         print(json.dumps(describe(scheduler)), file=answers, flush=True)
         for line in sys.stdin:
             steps = [step(scheduler) for _ in range(int(line))]
-            assert len(scheduler.running) == num_requests
+            check_running(scheduler, variant, num_requests)
             print(json.dumps(steps), file=answers, flush=True)
 
 
