@@ -5,6 +5,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_on_a_gpu_a_fixture_gives_the_library_or_says_what_it_lacks(
     (package / "kernels.py").touch()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
-    def given(stand_in: object, lacks: str | None = None) -> object:
+    def given(stand_in: object, lacks: str | None = None) -> Any:
         fixture = libraries.kernels_fixture(
             stand_in, "a_library.kernels", (9,), lambda module: lacks
         )
