@@ -128,6 +128,13 @@ class Engine:
         """The worker's `PageCopier`."""
         return self.worker.copier
 
+    def delay_copies(
+        self, steps: int, reorder: Callable[[list[int]], list[int]] = list
+    ) -> None:
+        """Let copies of both ways end so many steps later, in another order."""
+        for queue in (self.copier.to_host, self.copier.to_device):
+            queue.delay_steps, queue.reorder = steps, reorder
+
     @property
     def hot_misses(self) -> int:
         """Rows fetched from the host so far."""

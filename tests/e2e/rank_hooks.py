@@ -21,8 +21,10 @@ class RankHooks:
         return self.model_runner.kv_connector.kv_connector.worker
 
     def hisparse_delay(self, steps_by_rank: tuple[int, ...]) -> None:
-        """Let each rank's write-backs complete late by its own number of steps."""
-        self._hisparse.copier.engine.delay_steps = steps_by_rank[self._hisparse.rank]
+        """Let each rank's copies complete late by its own number of steps."""
+        copier = self._hisparse.copier
+        for queue in (copier.to_host, copier.to_device):
+            queue.delay_steps = steps_by_rank[self._hisparse.rank]
 
     def hisparse_misses(self) -> int:
         """Rows that this rank fetched from its host pool so far."""

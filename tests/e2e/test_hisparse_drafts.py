@@ -176,24 +176,24 @@ def preempt_at(
 ) -> Callable[[], None]:
     """A hook that makes the device look full once from each of some steps on."""
     residency = engine.residency
-    choose_start, may_gain_room = residency.choose_start, residency.may_gain_room
+    can_start, may_gain_room = residency.can_start, residency.may_gain_room
     step, refused_at, to_refuse = 0, 0, 0
 
-    def choose_start_unless_refused(page_ids: list[int], num_new: int) -> Any:
+    def can_start_unless_refused(request_id: str, *pages: Any) -> bool:
         nonlocal to_refuse, refused_at
-        # One page without a prefix: a running request grows.
-        if to_refuse and not page_ids and num_new == 1:
+        # A running request grows.
+        if to_refuse and request_id in residency._requests:
             to_refuse -= 1
             refused_at = step
-            return None
-        return choose_start(page_ids, num_new)
+            return False
+        return can_start(request_id, *pages)
 
     def hook() -> None:
         nonlocal step, to_refuse
         step += 1
         to_refuse += step in steps
 
-    patch.setattr(residency, "choose_start", choose_start_unless_refused)
+    patch.setattr(residency, "can_start", can_start_unless_refused)
     # Or it would wait for the write-backs under way.
     patch.setattr(
         residency, "may_gain_room", lambda: refused_at != step and may_gain_room()

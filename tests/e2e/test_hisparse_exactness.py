@@ -94,9 +94,9 @@ def with_hisparse(engines: Engines, case: Case) -> Engine:
         sizes = {"device_buffer_size": case.hot_rows}
         options["attention_config"] = {"hisparse_config": sizes}
     engine = engines.get(**options)
-    copies = engine.copier.engine
-    copies.delay_steps = case.delay_steps
-    copies.reorder = lambda due: due[::-1] if case.delay_steps else due
+    engine.delay_copies(
+        case.delay_steps, lambda due: due[::-1] if case.delay_steps else due
+    )
     engine.runner.block_tables.tables.use_kernels = case.use_kernels
     return engine
 

@@ -3,6 +3,7 @@
 """Copies that fail, or never end: requests go on, and nothing is lost or wrong."""
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -29,11 +30,44 @@ def expected(engines: Engines) -> list:
 def engine(engines: Engines) -> Iterator[Engine]:
     """An engine whose copies a test may spoil; mended afterwards."""
     engine = engines.get(**small_budget("fp32", 16), **CONNECTOR)
-    copies = engine.copier.engine
-    saved = copies.fails, copies.never
-    copies.delay_steps = 0
+    mend(engine)
     yield engine
-    copies.fails, copies.never = saved
+    mend(engine)
+
+
+def mend(engine: Engine) -> None:
+    engine.delay_copies(0)
+    for queue in (engine.copier.to_host, engine.copier.to_device):
+        queue.fails = queue.never = lambda transfer_id: False
+
+
+def give_up_after_steps(
+    engine: Engine, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> set:
+    """Let a step take a second; returns names of directions that are given up."""
+    manager, residency = (
+        engine.core.scheduler.kv_cache_manager.hisparse,
+        engine.residency,
+    )
+    seconds = itertools.count()
+    monkeypatch.setattr(manager, "_clock", lambda: float(next(seconds)))
+    monkeypatch.setattr(manager, "_timeout_s", float(steps))
+    monkeypatch.setattr(manager, "_steps", deque())
+    found: set = set()
+    give_up = residency.give_up_overdue
+
+    def recorded(before_id: int) -> set:
+        ways = give_up(before_id)
+        found.update(way.name for way in ways)
+        return ways
+
+    monkeypatch.setattr(residency, "give_up_overdue", recorded)
+    return found
+
+
+def num_held_pages(engine: Engine) -> int:
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
 def equal(engine: Engine, expected: list) -> bool:
@@ -43,11 +77,11 @@ def equal(engine: Engine, expected: list) -> bool:
 
 def test_copies_that_fail_are_tried_again(engine: Engine, expected: list) -> None:
     before, misses = engine.residency.num_failed, engine.hot_misses
-    engine.copier.engine.fails = lambda transfer_id: transfer_id % 3 == 0
+    engine.copier.to_host.fails = lambda transfer_id: transfer_id % 3 == 0
     assert equal(engine, expected)
     assert engine.residency.num_failed > before
     assert engine.hot_misses > misses, "no page went to the host"
-    engine.copier.engine.fails = lambda transfer_id: False
+    engine.copier.to_host.fails = lambda transfer_id: False
     engine.assert_drained()
 
 
@@ -55,7 +89,7 @@ def test_pages_that_can_never_be_copied_stay_on_the_device(
     engine: Engine, expected: list
 ) -> None:
     before, misses = engine.residency.num_failed, engine.hot_misses
-    engine.copier.engine.fails = lambda transfer_id: True
+    engine.copier.to_host.fails = lambda transfer_id: True
     assert equal(engine, expected)
     assert engine.residency.num_failed > before + 3 * 10
     assert engine.hot_misses == misses
@@ -65,26 +99,13 @@ def test_pages_that_can_never_be_copied_stay_on_the_device(
 def test_copies_that_never_end_are_not_waited_for(
     engine: Engine, expected: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = engine.core.scheduler.kv_cache_manager.hisparse
-    seconds = itertools.count()
-    monkeypatch.setattr(manager, "_clock", lambda: float(next(seconds)))
-    monkeypatch.setattr(manager, "_timeout_s", 8.0)
-    stalls = []
-    stall = engine.residency.stall
-
-    def recorded() -> None:
-        stalls.append(engine.residency.num_pending)
-        stall()
-
-    monkeypatch.setattr(engine.residency, "stall", recorded)
-    engine.copier.engine.never = lambda transfer_id: True
+    given_up = give_up_after_steps(engine, 8, monkeypatch)
+    engine.copier.to_host.never = lambda transfer_id: True
     assert equal(engine, expected)
-    assert stalls and stalls[0] > 0
-    pool = engine.core.scheduler.kv_cache_manager.block_pool
-    held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    assert held == len(engine.residency._abandoned) > 0
+    assert "TO_HOST" in given_up
+    assert num_held_pages(engine) == len(engine.residency.abandoned_pages) > 0
     # They end after all: nothing is left held.
-    engine.copier.engine.never = lambda transfer_id: False
+    mend(engine)
     for _ in range(3):
         engine.llm.generate([PROMPTS[1]], use_tqdm=False)
     engine.assert_drained()
@@ -104,39 +125,40 @@ def restoring(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Engi
     """An engine that finds the first three prompts on the host only."""
     options = {**small_budget("fp32", 16), **CONNECTOR, **WAYS[request.param]}
     engine = engines.get(**options)
-    copies = engine.copier.engine
-    saved = copies.refuses
-    copies.delay_steps = 0
+    engine.delay_copies(0)
     engine.generate(PROMPTS[:3], 2)
     for _ in range(3):
         engine.llm.llm_engine.step()
     evict_all(engine.residency)
-    engine.residency._failed_restores = 0
+    engine.residency.num_lost = 0
     yield engine
-    copies.refuses = saved
+    mend(engine)
 
 
-def test_requests_whose_restores_fail_are_recomputed(
-    restoring: Engine, expected: list
-) -> None:
-    """The first copy of all fails; the last prompt is new, and goes on."""
-    engine, chosen = restoring, (0, 2, 5)
-    calls: list[bool] = []
-
-    def first_only() -> bool:
-        calls.append(not calls)
-        return calls[-1]
-
-    engine.copier.engine.refuses = first_only
-    lost = engine.residency.num_lost
+def cached_tokens(engine: Engine, expected: list, chosen: tuple[int, ...]) -> list[int]:
+    """Prompt tokens that were not computed, of prompts that have the right answers."""
     got = engine.generate([PROMPTS[i] for i in chosen], ANSWER, forget=False)
     assert all(g.same_output(expected[i]) for i, g in zip(chosen, got, strict=True))
-    # All whole pages of two prompts; with drafts the last one is computed again.
+    return [generation.num_cached_tokens for generation in got]
+
+
+def test_requests_whose_restores_fail_compute_what_is_lost(
+    restoring: Engine, expected: list
+) -> None:
+    """The last prompt is new."""
+    engine = restoring
+    first = engine.residency.transfers.next_id
+    engine.copier.to_device.fails = lambda transfer_id: (
+        transfer_id - first in (2, 3, 12, 13)
+    )
+    # The first prompt's ten pages come first; with drafts the last hit is not used.
     drafts = engine.runner.vllm_config.speculative_config is not None
-    assert engine.residency.num_lost == lost + 10 + 9 - 2 * drafts
-    assert engine.num_preemptions == 2
+    cached = cached_tokens(engine, expected, (0, 2, 5))
+    assert cached == [(2 - drafts) * 16, 2 * 16, 0]
+    assert engine.residency.num_lost == 4
+    assert engine.num_preemptions == 0
     stats = engine.core.scheduler.connector.get_kv_connector_stats()
-    assert stats.data["lost_pages"] == engine.residency.num_lost
+    assert stats.data["lost_pages"] == 4
     engine.assert_drained()
 
 
@@ -145,9 +167,44 @@ def test_requests_get_on_when_every_restore_fails(
 ) -> None:
     engine = restoring
     misses = engine.hot_misses
-    engine.copier.engine.refuses = lambda: True
-    got = engine.generate(PROMPTS, ANSWER, forget=False)
-    assert all(g.same_output(w) for g, w in zip(got, expected, strict=True))
-    assert engine.residency._failed_restores >= 1
+    engine.copier.to_device.fails = lambda transfer_id: True
+    assert not any(cached_tokens(engine, expected, tuple(range(len(PROMPTS)))))
+    assert engine.residency.num_lost >= 17
     assert engine.hot_misses > misses, "no page went to the host"
+    engine.assert_drained()
+
+
+def test_restores_that_never_end_are_not_waited_for(
+    restoring: Engine, expected: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = restoring
+    given_up = give_up_after_steps(engine, 8, monkeypatch)
+    engine.copier.to_device.never = lambda transfer_id: True
+    assert cached_tokens(engine, expected, (0, 2, 5)) == [0, 0, 0]
+    assert given_up == {"TO_DEVICE"}
+    held = engine.residency.abandoned_pages
+    assert num_held_pages(engine) == len(held) == engine.residency.num_lost > 0
+    mend(engine)
+    for _ in range(3):
+        engine.llm.generate([PROMPTS[1]], use_tqdm=False)
+    engine.assert_drained()
+
+
+def test_a_request_whose_pages_come_holds_nobody_up_and_leaves_nothing_behind(
+    restoring: Engine,
+) -> None:
+    from vllm import SamplingParams
+
+    engine = restoring
+    engine.delay_copies(5)
+    core = engine.llm.llm_engine
+    for name, prompt in (("900010", PROMPTS[0]), ("900011", PROMPTS[5])):
+        core.add_request(name, prompt, SamplingParams(max_tokens=9))
+    for _ in range(3):
+        core.step()
+    # Nobody waits behind it, either.
+    assert len(engine.residency._claims) == len(engine.core.scheduler.running) == 1
+    core.abort_request(["900010"])
+    assert not engine.residency._claims
+    core.abort_request(["900011"])
     engine.assert_drained()

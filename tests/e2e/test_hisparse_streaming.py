@@ -121,7 +121,7 @@ def test_sessions_go_on_over_pages_that_went_to_the_host(
     ample = engines.get(**FORMATS["fp32"], block_size=16, **WAYS[name])
     want = hold_sessions(ample, others=False)
     engine = engines.get(**small_budget("fp32", 16), **CONNECTOR, **WAYS[name])
-    engine.copier.engine.delay_steps = 0
+    engine.delay_copies(0)
     rows = engine.runner.req_states
     rows.free_indices = InTurn(rows.free_indices)
     misses = engine.hot_misses

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from vllm.v1.hisparse.runtime.ahead import Ahead, SideStream
-from vllm.v1.hisparse.runtime.copies import CopyEngine
+from vllm.v1.hisparse.runtime.copies import CopyQueue
 from vllm.v1.hisparse.runtime.cpu_copies import CpuCopies
 from vllm.v1.hisparse.runtime.stream_copies import CopyBatch, StreamCopies
 
@@ -22,10 +22,10 @@ DELAY_CYCLES = 2_000_000
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the driver knows where an address is
 
 
-def delay(device: torch.device) -> None:
+def delay(device: torch.device, times: int = 1) -> None:
     """Keep the current stream busy for a while."""
     if device.type == "cuda":
-        torch.cuda._sleep(DELAY_CYCLES)
+        torch.cuda._sleep(times * DELAY_CYCLES)
 
 
 class Postponed:
@@ -69,12 +69,12 @@ def late_ahead(device: torch.device, most: int = 8) -> Ahead:
     return LateStream(torch.cuda.Stream(device), most)
 
 
-def late_copies(device: torch.device) -> CopyEngine:
-    """The copy engine of the device, with copies that begin late."""
+def late_copies(device: torch.device) -> CopyQueue:
+    """Copies of the device that begin late."""
     if device.type == "cpu":
-        engine = CpuCopies()
-        engine.delay_steps = 2
-        return engine
+        queue = CpuCopies()
+        queue.delay_steps = 2
+        return queue
     copy_batch = _copy_batch()
 
     def late(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
@@ -84,13 +84,13 @@ def late_copies(device: torch.device) -> CopyEngine:
     return StreamCopies(device, late)
 
 
-def wait_for(engine: CopyEngine, count: int) -> list[int]:
+def wait_for(queue: CopyQueue, count: int) -> list[int]:
     """Poll until so many copies have completed."""
     done: list[int] = []
     stop = time.monotonic() + 30
     while len(done) < count:
         assert time.monotonic() < stop, f"{len(done)} of {count} copies in 30 s"
-        done += engine.poll()[0]
+        done += queue.poll()[0]
     return done
 
 

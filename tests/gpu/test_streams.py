@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm.v1.hisparse.messages import PageCopy
 from vllm.v1.hisparse.runtime.ahead import Ahead, SideStream
-from vllm.v1.hisparse.runtime.copies import PageCopier
+from vllm.v1.hisparse.runtime.copies import ByteRanges, PageCopier
 
 from graphs import CudaGraph
 from runtime_world import RuntimeWorld
@@ -170,8 +170,8 @@ def page_of(world: RuntimeWorld, page: int) -> tuple[PageCopy, torch.Tensor]:
 
 
 def copier_of(world: RuntimeWorld) -> PageCopier:
-    engine = late_copies(world.device)
-    return PageCopier(world.plan.device, world.slab, world.host, engine)
+    queues = late_copies(world.device), late_copies(world.device)
+    return PageCopier(world.plan.device, world.slab, world.host, *queues)
 
 
 def host_bytes(world: RuntimeWorld, page_id: int) -> torch.Tensor:
@@ -180,23 +180,46 @@ def host_bytes(world: RuntimeWorld, page_id: int) -> torch.Tensor:
 
 def test_a_write_back_reads_what_was_written_before_it(device, world_with) -> None:
     world = world_with(late_ahead(device))
-    copier = copier_of(world)
+    assert written_back(world, copier_of(world)) == [1, 2, 3, 4]
+
+
+def written_back(world: RuntimeWorld, copier: PageCopier) -> list[int]:
+    """What the host has of pages that are written just before; 0 for other bytes."""
     pages = [page_of(world, page) for page in range(4)]
-    delay(device)
+    for _, blocks in pages:
+        world.slab[blocks] = POISON
+    # Copies begin late; what they read is written much later.
+    delay(world.device, times=10)
     for number, (_, blocks) in enumerate(pages):
         world.slab[blocks] = number + 1
     copier.write_back([copy for copy, _ in pages])
-    assert wait_for(copier.engine, 4) == [0, 1, 2, 3]
-    for number, (copy, _) in enumerate(pages):
-        assert (host_bytes(world, copy.page_id) == number + 1).all()
+    assert wait_for(copier.to_host, 4) == [0, 1, 2, 3]
+    found = [host_bytes(world, copy.page_id).unique().tolist() for copy, _ in pages]
+    return [values[0] if len(values) == 1 else 0 for values in found]
 
 
-def test_a_restore_is_there_for_what_is_launched_after_it(device, world_with) -> None:
+@needs_gpu
+def test_a_write_back_that_does_not_wait_for_the_step_shows(device, world_with) -> None:
+    world = world_with(late_ahead(device))
+    copier = copier_of(world)
+    written_back(world, copier)
+    start = copier.to_host.start
+
+    def start_behind_nothing(ranges: ByteRanges) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            start(ranges)
+
+    copier.to_host.start = start_behind_nothing  # type: ignore[method-assign]
+    assert written_back(world, copier) != [1, 2, 3, 4]
+
+
+def test_a_restore_is_there_once_it_is_acknowledged(device, world_with) -> None:
     world = world_with(late_ahead(device))
     copier = copier_of(world)
     copy, blocks = page_of(world, 1)
     world.slab[blocks] = POISON
     copier.restore([copy])
+    assert wait_for(copier.to_device, 1) == [1]
     got = world.slab[blocks].cpu()
     size = world.plan.device.latent_page_bytes
     for place in world.plan.device.latents:
@@ -209,12 +232,12 @@ def test_a_restore_waits_for_what_reads_its_blocks(device, world_with) -> None:
     copier = copier_of(world)
     copy, blocks = page_of(world, 1)
     world.slab[blocks] = POISON
-    delay(device)
+    delay(device, times=10)
     before = world.slab[blocks]
     copier.restore([copy])
+    wait_for(copier.to_device, 1)
     after = world.slab[blocks]
     assert (before == POISON).all() and not (after == POISON).all()
-    copier.engine.shutdown()
 
 
 def test_fetches_and_write_backs_of_many_steps_overlap(device, world_with) -> None:
@@ -226,5 +249,5 @@ def test_fetches_and_write_backs_of_many_steps_overlap(device, world_with) -> No
         world.slab[blocks] = step + 1
         copier.write_back([copy])
         assert step_of(world) == []
-        wait_for(copier.engine, 1)
+        wait_for(copier.to_host, 1)
         assert (host_bytes(world, copy.page_id) == step + 1).all(), step

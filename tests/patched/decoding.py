@@ -175,8 +175,12 @@ def _block_tables(world: RuntimeWorld) -> HiSparseBlockTables:
 def _worker(world: RuntimeWorld, block_tables: HiSparseBlockTables) -> HiSparseWorker:
     worker = HiSparseWorker.__new__(HiSparseWorker)
     worker._block_tables = block_tables
-    copies = StreamCopies(torch.device("cuda"), lambda *addresses: None)
-    worker.copier = PageCopier(world.plan.device, world.slab, world.host, copies)
+    to_host, to_device = (
+        StreamCopies(torch.device("cuda"), lambda *addresses: None) for _ in range(2)
+    )
+    worker.copier = PageCopier(
+        world.plan.device, world.slab, world.host, to_host, to_device
+    )
     return worker
 
 

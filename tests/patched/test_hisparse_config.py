@@ -350,14 +350,6 @@ class TestConnectors:
         assert config.kv_transfer_config.enable_permute_local_kv
         assert config.kv_transfer_config.kv_connector_extra_config == {}
 
-    @pytest.mark.parametrize("kv", [transfer(2), multi(transfer(2), OFFLOAD), None])
-    def test_pages_that_do_not_come_back_are_recomputed(
-        self, model: str, kv: dict[str, Any] | None
-    ) -> None:
-        options = {"host_pool_gib": 2} if kv is None else None
-        config = make_config(model, kv=kv, options=options)
-        assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-
     def test_a_child_with_another_role(self, model: str) -> None:
         kv = multi(transfer(1, role="kv_producer"))
         refuse(model, f"kv_role of {NAME} is 'kv_producer'; allowed: 'kv_both'", kv=kv)

@@ -64,8 +64,8 @@ class Server:
         self._hasher = get_request_block_hasher(PAGE, sha256)
         self._count = self._hits = 0
 
-    def serve(self, tokens: list[int], **key: Any) -> int:
-        """Run a request, and let its pages go to the host; returns its hits."""
+    def add(self, tokens: list[int], **key: Any) -> None:
+        """Submit a request."""
         self._count += 1
         request = Request(
             f"r{self._count}",
@@ -76,20 +76,26 @@ class Server:
             **key,
         )
         self.scheduler.add_request(request)
+
+    def serve(self, tokens: list[int], **key: Any) -> int:
+        """Run a request, and let its pages go to the host; returns its hits."""
+        self.add(tokens, **key)
         while self.scheduler.requests or self.residency.num_pending:
-            self._step()
+            self.step()
         self.residency._blocks.give_back(self.residency._take(self.residency.num_free))
         assert not self.residency._pages, "a page is still on the device"
         check_integrity(self.residency)
         return self._hits
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Schedule, and let all copies end."""
         output = self.scheduler.schedule()
         for new in output.scheduled_new_reqs:
             self._hits = new.num_computed_tokens
         ids = list(output.num_scheduled_tokens)
         update = output.kv_connector_metadata.update
-        acks = HiSparseAcks({c.transfer_id: {0} for c in update.write_backs})
+        copies = update.write_backs + update.restores
+        acks = HiSparseAcks({copy.transfer_id: {0} for copy in copies})
         requests = [self.scheduler.requests[name] for name in ids]
         result = ModelRunnerOutput(
             req_ids=ids,
@@ -166,3 +172,35 @@ def test_pages_before_an_image_are_shared_and_those_behind_it_are_not(
     assert server.serve(PROMPT) == 2 * PAGE
     again = [server.serve(PROMPT, mm_features=list(f)) for f in features]
     assert again == [5 * PAGE] * 2
+
+
+def test_a_request_that_is_not_admitted_claims_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others need for their steady state is not taken for it."""
+    server.serve(PROMPT)
+    server.add(PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.residency, "can_admit", lambda num_pages: False)
+        server.step()
+        assert not server.residency._claims and not server.residency._pages
+    server.step()
+    assert server.residency._claims and not server.scheduler.running
+    assert server.serve(PROMPT) == 5 * PAGE
+
+
+def test_a_running_request_that_gets_more_input_is_counted_with_it(
+    server: Server,
+) -> None:
+    """As a session does, whose prompt comes in pieces."""
+    server.add(PROMPT)
+    server.step()
+    (name,) = server.scheduler.requests
+    assert server.residency._promised_pages == 6
+    manager = server.scheduler.kv_cache_manager.hisparse
+    gate = {"apply_admission_cap": True}
+    assert manager.get_num_blocks_to_allocate(
+        name, 20 * PAGE, [], len(PROMPT), 0, 20 * PAGE, **gate
+    )
+    assert server.residency._promised_pages == 20
+    assert server.serve(PROMPT) == 5 * PAGE and not server.residency._promised_pages

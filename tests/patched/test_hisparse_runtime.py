@@ -4,6 +4,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from vllm.v1.hisparse.runtime.buffers import (  # noqa: E402
     CounterReader,
     ResolverBuffers,
 )
-from vllm.v1.hisparse.runtime.copies import PageCopier  # noqa: E402
+from vllm.v1.hisparse.runtime.copies import CopyQueue, PageCopier  # noqa: E402
 from vllm.v1.hisparse.runtime.cpu_copies import CpuCopies  # noqa: E402
 from vllm.v1.hisparse.runtime.host_pool import HostPool, cpus_near  # noqa: E402
 from vllm.v1.hisparse.runtime.stream_copies import StreamCopies  # noqa: E402
@@ -124,7 +125,7 @@ def test_counters_are_taken_once() -> None:
 def test_ranks_count_selected_rows_once_and_bytes_each(rank: int) -> None:
     from vllm.v1.hisparse.glue.worker import HiSparseWorker
 
-    world, copier = copier_of(CpuCopies())
+    world, copier = copier_of(CpuCopies)
     worker = object.__new__(HiSparseWorker)
     worker.plan, worker.rank, worker.units = world.plan, rank, world.units
     worker.copier, worker._counters = copier, CounterReader(world.buffers)
@@ -230,19 +231,23 @@ def test_processors_near_a_device_are_read_from_sysfs(tmp_path) -> None:
 # --- copies -------------------------------------------------------------------------
 
 
-def copier_of(engine) -> tuple[RuntimeWorld, PageCopier]:
+def copier_of(queue: Callable[[], CopyQueue]) -> tuple[RuntimeWorld, PageCopier]:
     world = RuntimeWorld()
-    return world, PageCopier(world.plan.device, world.slab, world.host, engine)
+    return world, PageCopier(
+        world.plan.device, world.slab, world.host, queue(), queue()
+    )
 
 
 @pytest.mark.parametrize("parts", ["both", "indexer", "latents"])
 def test_a_page_goes_to_the_host_and_back_layer_by_layer(parts: str) -> None:
-    world, copier = copier_of(CpuCopies())
+    world, copier = copier_of(CpuCopies)
     device = world.plan.device
     blocks = tuple(range(2, 2 + device.num_stacks)) if parts != "indexer" else ()
     copy = PageCopy(5, 3, 9 if parts != "latents" else 0, blocks)
     before = world.host.buffer.clone(), world.slab.clone()
     copier.restore([copy])
+    assert torch.equal(world.slab, before[1]) and copier.to_device.num_pending == 1
+    assert copier.poll() == ([5], []) and copier.to_device.num_pending == 0
     assert torch.equal(world.host.buffer, before[0])
     touched = torch.zeros_like(world.slab, dtype=torch.bool)
     size = 0
@@ -260,8 +265,8 @@ def test_a_page_goes_to_the_host_and_back_layer_by_layer(parts: str) -> None:
     assert touched.any() and (world.slab[~touched] == POISON).all()
     world.host.buffer.zero_()
     copier.write_back([copy])
-    assert not world.host.buffer.any() and copier.num_pending == 1
-    assert copier.poll() == ([5], []) and copier.num_pending == 0
+    assert not world.host.buffer.any() and copier.to_host.num_pending == 1
+    assert copier.poll() == ([5], []) and copier.to_host.num_pending == 0
     written = world.host.buffer != 0
     assert torch.equal(world.host.buffer[written], before[0][written])
     host_page = torch.zeros_like(written)
@@ -274,7 +279,30 @@ def test_a_page_goes_to_the_host_and_back_layer_by_layer(parts: str) -> None:
     assert copier.take_bytes() == (0, 0)
 
 
-def test_copies_on_a_stream_wait_in_both_directions(monkeypatch) -> None:
+@pytest.mark.parametrize("reverse", [False, True])
+def test_copies_of_different_parts_end_each_by_itself(reverse: bool) -> None:
+    """Which bytes belong to which, whatever the order of their ids."""
+    world, copier = copier_of(CpuCopies)
+    blocks = tuple(range(2, 2 + world.plan.device.num_stacks))
+    copies = [PageCopy(4, 3, 9, ()), PageCopy(7, 4, 0, blocks), PageCopy(8, 5, 10, ())]
+    copies = copies[::-1] if reverse else copies
+    queue = copier.to_device
+    queue.fails = lambda transfer_id: transfer_id == 7
+    copier.restore(copies)
+    done = [copy.transfer_id for copy in copies if not copy.latent_blocks]
+    assert copier.poll() == (done, [7])
+    for copy in copies:
+        for place in world.plan.device.indexers:
+            page = world.host.layers[place.name][copy.page_id]
+            own = slice(place.byte_offset, place.byte_offset + len(page))
+            if copy.indexer_block:
+                assert torch.equal(world.slab[copy.indexer_block, own], page)
+    assert (world.slab[list(blocks)] == POISON).all()
+
+
+def test_copies_of_a_stream_come_after_the_step_and_it_waits_for_none(
+    monkeypatch,
+) -> None:
     cuda = FakeCuda(monkeypatch)
     batches = []
 
@@ -282,21 +310,20 @@ def test_copies_on_a_stream_wait_in_both_directions(monkeypatch) -> None:
         cuda.log.append(("copies", len(sizes)))
         batches.append((sources, targets, sizes))
 
-    world, copier = copier_of(StreamCopies("a device", copy_batch))
+    world, copier = copier_of(lambda: StreamCopies("a device", copy_batch))
     layers = len(world.plan.device.host_layers)
     blocks = tuple(range(2, 2 + world.plan.device.num_stacks))
     pages = [PageCopy(7, 3, 9, blocks), PageCopy(8, 4, 10, blocks)]
     copier.write_back(pages)
-    enqueued = [
+    assert cuda.log == [
         ("side", "waits for", "compute"),
         ("side", "is entered"),
         ("copies", 2 * layers),
         ("side", "records", 0),
         ("side", "is left"),
     ]
-    assert cuda.log == enqueued
     cuda.log.clear()
-    copier.restore([dataclasses.replace(pages[0], transfer_id=-1)])
+    copier.restore([dataclasses.replace(pages[0], transfer_id=9)])
     # Not behind the write-backs: one of them may never end.
     assert cuda.log == [
         ("other side", "waits for", "compute"),
@@ -304,73 +331,34 @@ def test_copies_on_a_stream_wait_in_both_directions(monkeypatch) -> None:
         ("copies", layers),
         ("other side", "records", 1),
         ("other side", "is left"),
-        ("compute", "waits for", 1),
     ]
     (written, restored) = batches
     assert all(array.dtype == torch.int64 for array in written)
     for there, back in zip(written[:2], restored[:2][::-1]):
         assert torch.equal(there[:layers], back)
-    assert copier.num_pending == 2 and copier.poll() == ([], [])
-    cuda.ready.add(0)
-    assert copier.poll() == ([7, 8], []) and copier.num_pending == 0
-    # The arguments of a restore live until it has ended.
-    assert len(copier.engine._restores) == 1
+    assert copier.to_host.num_pending == 2 and copier.poll() == ([], [])
     cuda.ready.add(1)
-    assert copier.poll() == ([], []) and not copier.engine._restores
-    copier.engine.shutdown()
+    assert copier.poll() == ([9], [])
+    cuda.ready.add(0)
+    assert copier.poll() == ([7, 8], []) and copier.to_host.num_pending == 0
+    copier.shutdown()
     assert cuda.log[-2:] == [(n, "synchronizes") for n in ("side", "other side")]
 
 
-def test_copies_that_a_stream_does_not_accept_have_failed(monkeypatch) -> None:
-    FakeCuda(monkeypatch)
-
-    def copy_batch(sources, targets, sizes):
-        raise RuntimeError("invalid argument")
-
-    world, copier = copier_of(StreamCopies(torch.device("cuda"), copy_batch))
-    blocks = tuple(range(2, 2 + world.plan.device.num_stacks))
-    copier.write_back([PageCopy(7, 3, 9, blocks), PageCopy(8, 4, 10, blocks)])
-    assert copier.num_pending == 0
-    assert copier.poll() == ([], [7, 8]) and copier.poll() == ([], [])
-
-
-def test_a_restore_that_a_stream_does_not_accept_is_waited_for(monkeypatch) -> None:
-    """The first copies of a batch may have been accepted."""
+def test_copies_that_a_stream_does_not_accept_fail_when_what_it_did_accept_is_over(
+    monkeypatch,
+) -> None:
     cuda = FakeCuda(monkeypatch)
 
     def copy_batch(sources, targets, sizes):
         raise RuntimeError("invalid argument")
 
-    world, copier = copier_of(StreamCopies("a device", copy_batch))
-    copier.restore([PageCopy(-1, 3, 9, ())])
-    assert copier.take_not_restored() == {3}
-    assert cuda.log[-1] == ("compute", "waits for", 0)
+    world, copier = copier_of(lambda: StreamCopies("a device", copy_batch))
+    blocks = tuple(range(2, 2 + world.plan.device.num_stacks))
+    copier.restore([PageCopy(7, 3, 9, blocks), PageCopy(8, 4, 10, blocks)])
     assert copier.poll() == ([], [])
-
-
-@pytest.mark.parametrize("parts", ["both", "indexer", "latents"])
-def test_blocks_of_a_restore_that_failed_hold_zeros(parts: str) -> None:
-    """And nothing else changes; the pages are named once."""
-    engine = CpuCopies()
-    world, copier = copier_of(engine)
-    stacks = world.plan.device.num_stacks
-    latents = tuple(range(2, 2 + stacks)) if parts != "indexer" else ()
-    copies = [
-        PageCopy(-1, 3, 20 if parts != "latents" else 0, latents),
-        PageCopy(-1, 4, 21, ()),
-    ]
-    engine.refuses = lambda: True
-    copier.restore(copies)
-    blocks = [*latents, 21] + ([20] if parts != "latents" else [])
-    assert not world.slab[blocks].any()
-    others = [b for b in range(len(world.slab)) if b not in blocks]
-    assert (world.slab[others] == POISON).all()
-    assert copier.take_not_restored() == {3, 4}
-    assert copier.take_not_restored() == set()
-    assert copier.take_bytes() == (0, 0)
-    engine.refuses = lambda: False
-    copier.restore(copies)
-    assert not copier.take_not_restored() and world.slab[21].any()
+    cuda.ready.add(0)
+    assert copier.poll() == ([], [7, 8]) and copier.poll() == ([], [])
 
 
 def test_work_ahead_forks_from_the_compute_stream_and_is_joined(monkeypatch) -> None:

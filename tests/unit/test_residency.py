@@ -9,6 +9,8 @@ from hisparse_core.pool import BlockAllocator
 
 from hisparse import (
     INDEXER_ONLY,
+    Direction,
+    PageCopy,
     PageState,
     Place,
     Residency,
@@ -109,8 +111,7 @@ def test_pages_of_running_requests_are_counted_by_place() -> None:
     assert counts() == (2, 10 - gone, gone)
     core.release("a", lambda page_id: True)
     assert counts() == (0, 0, 0)
-    core.add_request("c", 10)
-    core.adopt("c", list(range(1, 11)))
+    assert start(core, list(range(1, 11)), new=0) is Start.WHOLE
     assert counts() == (0, 10, 0)
     check_integrity(core)
 
@@ -119,14 +120,12 @@ def test_shared_page_stays_while_one_owner_has_no_lease() -> None:
     core = make(80)
     for transfer in run_pages(core, "a", range(1, 13), 12):
         core.acknowledge(transfer, [0])
-    core.add_request("b", 12)
-    core.adopt("b", list(range(1, 5)))
-    core.append("b", range(20, 22))
+    start(core, [1, 2, 3, 4], new=2)
     core.take_update()
     core.make_room(core.num_free + 2 * STACKS)
     held = [p for p in core._pages.values() if "b" in p.owners]
-    if core._requests["b"].lease is None:
-        assert not any(p.page_id in core._evictable_latents for p in held)
+    assert core._requests["b"].lease is None and core._requests["a"].lease
+    assert not any(p.page_id in core._evictable_latents for p in held)
     check_integrity(core)
 
 
@@ -135,6 +134,7 @@ def test_published_page_can_be_hit_before_it_is_clean() -> None:
     run_pages(core, "a", range(1, 5), 0)
     core.release("a", lambda page: page < 4)
     assert core.num_pending == 3
+    assert core.claim("b", [1, 2, 3], 1) and core.can_start("b", [1, 2, 3], 1)
     core.add_request("b", 4)
     core.adopt("b", [1, 2, 3])
     assert not core.take_update().restores
@@ -172,6 +172,23 @@ def test_admission_counts_no_more_conversions_than_there_are_rows() -> None:
     assert core.can_admit(45)
 
 
+def test_a_request_that_outgrows_its_promise_counts_with_what_it_has() -> None:
+    core = make(100, window_pages=5)
+    core.add_request("a", 20)
+    core.append("a", range(1, 16))
+    assert core.can_admit(49)
+    core.append("a", range(16, 22))
+    assert not core.can_admit(49) and core.can_admit(48)
+    # More input has come, for which it has no pages yet.
+    core.promise("a", 30)
+    core.promise("a", 25)
+    assert not core.can_admit(40) and core.can_admit(39)
+    check_integrity(core)
+    core.release("a", lambda page: False)
+    core.add_request("b", 20)
+    assert core.can_admit(49)
+
+
 def test_acknowledgement_of_unknown_or_finished_transfer_is_ignored() -> None:
     core = make(num_ranks=2)
     (transfer,) = run_pages(core, "a", range(1, 3), 1)
@@ -203,12 +220,24 @@ def fill(core: Residency, blocks: int, name: str = "filler") -> None:
     core.take_update()
 
 
+def restore(core: Residency) -> list[PageCopy]:
+    """Take a step in which all restores complete."""
+    restores = core.take_update().restores
+    for copy in restores:
+        assert core.acknowledge(copy.transfer_id, range(core.config.num_ranks))
+    return restores
+
+
 def start(core: Residency, hits: list[int], new: int = 1) -> Start | None:
-    how = core.choose_start(hits, new)
-    if how is not None:
-        core.add_request("b", len(hits) + new)
-        core.adopt("b", hits, how)
-        core.append("b", range(500, 500 + new))
+    """Start a request "b" once what it needs is there, if it fits."""
+    while not core.claim("b", hits, new):
+        assert restore(core)
+    if not core.can_start("b", hits, new):
+        return None
+    how = core._claims["b"].start
+    core.add_request("b", len(hits) + new)
+    core.adopt("b", hits)
+    core.append("b", range(500, 500 + new))
     check_integrity(core)
     return how
 
@@ -244,8 +273,9 @@ def test_a_start_from_few_pages_takes_no_lease() -> None:
     core = make(61)
     hits = cached(core, range(1, 13))
     fill(core, 48)
+    assert not core.claim("b", hits[:2], 1)
+    assert [copy.page_id for copy in restore(core)] == [1, 2]
     assert start(core, hits[:2]) is Start.WHOLE
-    assert [copy.page_id for copy in core.take_update().restores] == [1, 2]
 
 
 def test_a_lean_start_restores_indexers_only() -> None:
@@ -254,10 +284,11 @@ def test_a_lean_start_restores_indexers_only() -> None:
     fill(core, 60)
     core.release("filler", lambda page: False)
     fill(core, 33, "other")
-    assert start(core, hits[:11]) is Start.LEAN
-    restores = core.take_update().restores
+    assert not core.claim("b", hits[:11], 1)
+    restores = restore(core)
     assert [copy.page_id for copy in restores] == hits[:11]
     assert all(copy.indexer_block and not copy.latent_blocks for copy in restores)
+    assert start(core, hits[:11]) is Start.LEAN
     assert (core.num_device_hits, core.num_host_hits) == (0, 11)
 
 
@@ -266,9 +297,13 @@ def test_a_lean_start_needs_a_row_of_hot_state() -> None:
     hits = cached(core, range(1, 13))
     fill(core, 42)
     core._free_rows, rows = [], core._free_rows
-    assert core.choose_start(hits[:11], 1) is None
+    assert start(core, hits[:11]) is None and not core._claims
     core._free_rows = rows
-    assert core.choose_start(hits[:11], 1) is Start.LEAN
+    assert core.claim("b", hits[:11], 1)
+    core._free_rows = []
+    assert not core.can_start("b", hits[:11], 1)
+    core._free_rows = rows
+    assert start(core, hits[:11]) is Start.LEAN
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -282,13 +317,14 @@ def test_a_start_takes_no_more_than_it_was_said_to_cost(seed: int) -> None:
         core.release("filler", lambda page: False)
         fill(core, random.randrange(3, core.num_free), "other")
     new = random.randrange(3)
-    before, how = core.num_free, core.choose_start(hits, new)
+    how = core._choose_start(hits, new)
     if how is None:
         return
     cost = core.cost_of_hits(hits, how) + new * core.config.frame_blocks
     assert cost <= core.num_free
     before = core.num_free
     assert start(core, hits, new) is how
+    assert not core.take_update().restores
     # A lean request's latents that are still there stay evictable.
     assert before - core.num_free <= cost
     if how is Start.WHOLE:
@@ -308,16 +344,24 @@ def test_idle_blocks_bring_pages_back_newest_loss_first() -> None:
     core.release("other", lambda page: False)
     free = core.num_free
     core.restore_some()
+    # Nobody reads them, and nobody else gets their blocks, before they are there.
     update = core.take_update()
     assert [copy.page_id for copy in update.restores] == [11, 10, 9]
     assert all(c.latent_blocks and not c.indexer_block for c in update.restores)
-    assert sorted(update.requests["b"].changed) == [8, 9, 10]
-    assert all(entry > 0 for entry in update.requests["b"].changed.values())
+    assert not update.requests and core.num_free == free - 3 * STACKS
+    core.restore_some()
+    assert [copy.page_id for copy in restore(core)] == [8, 7, 6]
+    for copy in update.restores:
+        core.acknowledge(copy.transfer_id, [0])
+    changed = core.take_update().requests["b"].changed
+    assert sorted(changed) == [5, 6, 7, 8, 9, 10]
+    assert all(entry > 0 for entry in changed.values())
     # They may go again at once: nothing was spent.
     assert core.num_free == free
     check_integrity(core)
     for _ in range(10):
         core.restore_some()
+        restore(core)
     assert not core._requests["b"].host_only
     check_integrity(core)
 
@@ -335,30 +379,137 @@ def test_idle_blocks_are_those_beside_a_lease_and_a_frame_for_each_request() -> 
     check_integrity(core)
 
 
-def test_a_restore_that_is_lost_in_the_same_step_is_not_done() -> None:
-    """Its blocks may be the target of another one; copies have no order."""
-    core = make(101)
+# --- claims of waiting requests -----------------------------------------------------
+
+
+def test_nobody_takes_the_blocks_that_a_copy_fills_or_has_filled_for_a_claim() -> None:
+    core = make(61)
     hits = cached(core, range(1, 13))
-    fill(core, 99)
-    core.release("filler", lambda page: False)
-    fill(core, 63, "other")
-    assert start(core, hits[:11]) is Start.LEAN
-    core.restore_some()
-    restored = [copy for copy in core._update.restores if copy.latent_blocks]
-    assert restored
-    core._blocks.give_back(core._take(core.num_free))
-    restores = core.take_update().restores
-    assert restores and not any(copy.latent_blocks for copy in restores)
+    to_the_host(core)
+    assert not core.claim("b", hits, 1)
+    assert core.num_free == 60 - 36
+    (copy, *others) = core.take_update().restores
+    assert core.acknowledge(copy.transfer_id, [0])
+    assert core.num_free == 60 - 36
+    assert not core.claim("b", hits, 1) and not core.take_update().restores
+    for other in others:
+        core.acknowledge(other.transfer_id, [0])
+    assert core.claim("b", hits, 1) and core.num_free == 60 - 36
+    # Whoever does not start after all leaves them as they would be without.
+    core.drop_claim("b")
+    assert core.num_free == 60 and len(core._pages) == 12
+    check_integrity(core)
+
+
+def test_a_page_that_comes_for_one_waiting_request_comes_for_all() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 5))
+    to_the_host(core)
+    assert not core.claim("b", hits, 1) and not core.claim("c", hits, 1)
+    restores = restore(core)
+    assert [copy.page_id for copy in restores] == hits
+    assert core.claim("b", hits, 1) and core.claim("c", hits, 1)
+    core.drop_claim("b")
+    assert core.num_free == 60 - 12, "the other one's stay"
+
+
+def test_a_running_request_that_needs_room_takes_it_from_claims() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 13))
+    assert core.claim("b", hits, 1) and core.num_free == 24
+    core.add_request("r", 9)
+    assert core.can_start("r", [], 9)
+    core.append("r", range(500, 509))
+    # What it has lost comes again when there is room again.
+    assert not core._claims
+    core.release("r", lambda page: False)
+    assert not core.claim("b", hits, 1)
+    assert restore(core) and core.claim("b", hits, 1)
+    check_integrity(core)
+
+
+def test_waiting_requests_take_room_only_from_claims_behind_them() -> None:
+    """Or two of them could take it from each other for ever."""
+    core = make(61, lease_blocks=30)
+    first, second = cached(core, range(1, 11)), cached(core, range(20, 30), "c")
+    assert core.claim("b", first, 1)
+    assert core.claim("d", second, 1), "it does not fit"
+    assert set(core._claims) == {"b"} and not core.can_start("d", second, 1)
+    # In the next step the other one is asked first.
+    core.take_update()
+    while not core.claim("d", second, 1):
+        restore(core)
+    assert set(core._claims) == {"d"} and core.can_start("d", second, 1)
+    check_integrity(core)
+
+
+def test_a_start_becomes_lean_if_the_room_for_a_whole_one_is_gone() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 13))
+    assert core.claim("b", hits, 1) and core._claims["b"].start is Start.WHOLE
+    core.add_request("r", 7)
+    core.append("r", range(500, 507))
+    assert core.can_start("b", hits, 2)
+    assert core._claims["b"].start is Start.LEAN
+    check_integrity(core)
+    core.add_request("b", 14)
+    core.adopt("b", hits)
+    core.append("b", [600, 601])
+    check_integrity(core)
+
+
+def test_a_claim_of_other_pages_replaces_the_old_one() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 13))
+    assert core.claim("b", hits, 1) and core.num_free == 24
+    assert core.claim("b", hits[:2], 1) and core.num_free == 54
+    assert not core.can_start("b", hits, 1)
+    assert core.claim("b", [], 1) and core.num_free == 60 and not core._claims
+    check_integrity(core)
+
+
+def test_a_claimed_page_whose_place_is_handed_out_is_forgotten() -> None:
+    core = make(61)
+    hits = cached(core, range(1, 5))
+    assert core.claim("b", hits, 1)
+    core.add_request("r", 1)
+    core.append("r", [2])
+    check_integrity(core)
+    # Its hash is gone, so the next look finds less.
+    assert core.claim("b", hits[:1], 1)
     check_integrity(core)
 
 
 # --- copies that fail -------------------------------------------------------------
 
 
+def fail(core: Residency, transfer_id: int) -> None:
+    ranks = range(core.config.num_ranks)
+    assert not core.acknowledge(transfer_id, ranks, has_failed=True)
+
+
+def test_a_copy_that_one_rank_could_not_complete_has_failed_when_all_have_ended() -> (
+    None
+):
+    held: list[int] = []
+    config = ResidencyConfig(
+        num_blocks=40, num_stacks=STACKS, lease_blocks=LEASE, num_rows=4, num_ranks=3
+    )
+    core = Residency(config, held.append, held.remove)
+    (transfer,) = run_pages(core, "a", range(1, 4), 1)
+    assert not core.acknowledge(transfer, [1], has_failed=True)
+    assert not core.acknowledge(transfer, [0])
+    # The last one may still write the host page.
+    assert held == [1] and not core.num_failed
+    assert not core.acknowledge(transfer, [2])
+    assert core.num_failed == 1 and core._pages[1].state is PageState.DIRTY
+    check_integrity(core)
+
+
 def test_a_failed_write_back_is_tried_again() -> None:
     core = make()
     (first, second) = run_pages(core, "a", range(1, 4), 2)
-    core.fail(first)
+    fail(core, first)
     core.acknowledge(first, [0])
     (copy,) = core.take_update().write_backs
     assert copy.page_id == 1 and copy.transfer_id not in (first, second)
@@ -374,9 +525,9 @@ def test_a_page_that_fails_too_often_stays_on_the_device_and_is_forgotten() -> N
     )
     core = Residency(config, unpublish=unpublished.append)
     for transfer in run_pages(core, "a", range(1, 4), 2):
-        core.fail(transfer)
+        fail(core, transfer)
     for copy in core.take_update().write_backs:
-        core.fail(copy.transfer_id)
+        fail(core, copy.transfer_id)
     assert core.num_failed == 4 and not core.take_update().write_backs
     core.seal("a", 3)
     (copy,) = core.take_update().write_backs
@@ -400,7 +551,7 @@ def test_a_page_without_owners_that_fails_too_often_is_forgotten_at_once() -> No
     (transfer,) = run_pages(core, "a", range(1, 3), 1)
     core.release("a", lambda page: page == 1)
     assert not unpublished
-    core.fail(transfer)
+    fail(core, transfer)
     assert unpublished == [1] and core.num_free == 39 and not core.num_pending
     check_integrity(core)
 
@@ -409,8 +560,13 @@ def test_copies_that_stall_are_not_waited_for() -> None:
     core = make()
     run_pages(core, "a", range(1, 4), 2)
     assert core.may_gain_room()
-    core.is_stalled = True
+    assert core.give_up_overdue(before_id=1) == {Direction.TO_HOST}
     assert not core.may_gain_room()
+    assert not core.give_up_overdue(before_id=1), "each is noticed once"
+    # One that ends shows that they do again.
+    core.acknowledge(1, [0])
+    assert core.may_gain_room()
+    assert core.give_up_overdue(before_id=2) == set()
 
 
 def test_a_stall_gives_up_pages_that_nobody_owns() -> None:
@@ -427,26 +583,29 @@ def test_a_stall_gives_up_pages_that_nobody_owns() -> None:
     assert held == [1, 2, 3]
     core.release("a", lambda page: page < 4)
     assert core.num_free == 39 - 9
-    core.stall()
+    core.give_up_overdue(before_id=1)
     check_integrity(core)
     # Two copies are under way, one was still waiting for its turn.
     assert sorted(unpublished) == [1, 2, 3] and core.num_free == 39
     assert held == [1, 2] and not core.num_pending
     assert not core.acknowledge(first, [1])
     assert held == [2]
-    core.fail(second)
+    fail(core, second)
     assert not held
-    core.is_stalled = False
     check_integrity(core)
 
 
 def test_a_stall_gives_up_other_pages_when_their_owners_leave() -> None:
     core = make()
     (transfer,) = run_pages(core, "a", range(1, 4), 1)
-    core.stall()
-    assert core.num_pending == 1
-    core.release("a", lambda page: True)
-    assert core.num_free == 39 and not core.num_pending
+    core.give_up_overdue(before_id=1)
+    # Copies that were begun later end: it alone does not.
+    core.seal("a", 2)
+    (other,) = core.take_update().write_backs
+    core.acknowledge(other.transfer_id, [0])
+    assert core.num_pending == 1 and not core.transfers.stalled
+    core.release("a", lambda page: page < 3)
+    assert core.num_free == 39 and 1 not in core._pages
     assert not core.acknowledge(transfer, [0])
     check_integrity(core)
 
@@ -463,6 +622,8 @@ def test_a_request_that_is_sent_again_has_all_its_entries_and_its_lease() -> Non
     # Also what changes in the same step is named once.
     core.release("other", lambda page: False)
     core.restore_some()
+    restore(core)
+    core.resend("b")
     again = core.take_update().requests["b"]
     assert again.start == first.start == 0 and not again.changed
     assert len(again.entries) == len(first.entries) + 1
@@ -471,7 +632,7 @@ def test_a_request_that_is_sent_again_has_all_its_entries_and_its_lease() -> Non
     assert "b" not in core.take_update().requests
 
 
-# --- restores that fail -------------------------------------------------------------
+# --- restores that fail, or do not end ----------------------------------------------
 
 
 def losing(core_blocks: int = 101, **sizes: int) -> tuple[Residency, list[int]]:
@@ -489,128 +650,141 @@ def to_the_host(core: Residency) -> None:
 
 
 def test_pages_whose_restore_failed_are_dropped_and_found_by_nobody() -> None:
+    core, unpublished = losing(num_ranks=2)
+    hits = cached(core, range(1, 7))
+    to_the_host(core)
+    assert not core.claim("b", hits, 1)
+    *bad, good = core.take_update().restores
+    for copy in bad:
+        core.acknowledge(copy.transfer_id, [0])
+        # The other rank may still write the blocks.
+        assert core.num_free == 100 - 18 and not unpublished
+    for copy in bad:
+        core.acknowledge(copy.transfer_id, [1], has_failed=True)
+    assert unpublished == hits[:5] and core.num_lost == 5
+    assert core.acknowledge(good.transfer_id, [0, 1])
+    assert list(core._pages) == [6] and core.num_free == 100 - 3
+    check_integrity(core)
+    assert core.claim("b", [], 1) and core.num_free == 100
+    check_integrity(core)
+
+
+def test_a_failed_restore_of_latents_changes_nothing_for_who_has_a_lease() -> None:
+    core, unpublished = losing()
+    assert start(core, lean_hits(core)) is Start.LEAN
+    core.take_update()
+    core.release("other", lambda page: False)
+    core.restore_some()
+    lost = [copy.page_id for copy in core.take_update().restores]
+    free = core.num_free
+    for transfer in list(core.transfers):
+        fail(core, transfer.copy.transfer_id)
+    assert unpublished == lost and core.num_free == free + STACKS * len(lost)
+    assert not core.take_update().requests
+    check_integrity(core)
+
+
+def test_a_page_to_which_latents_come_keeps_its_indexer() -> None:
+    core, _ = losing()
+    assert start(core, lean_hits(core)) is Start.LEAN
+    core.take_update()
+    core.release("other", lambda page: False)
+    core.restore_some()
+    restores = core.take_update().restores
+    core.release("b", lambda page: page != 500)
+    core._blocks.give_back(core._take(core.num_free))
+    assert sorted(core._pages) == sorted(copy.page_id for copy in restores)
+    check_integrity(core)
+    for copy in restores:
+        assert core.acknowledge(copy.transfer_id, [0])
+    assert core.num_free == 100
+    check_integrity(core)
+
+
+def lean_hits(core: Residency) -> list[int]:
+    """Pages on the host, while a request "other" leaves no room to start whole."""
+    hits = cached(core, range(1, 13))
+    to_the_host(core)
+    fill(core, 69, "other")
+    return hits[:11]
+
+
+def test_restores_that_take_too_long_are_abandoned_but_their_blocks_are_held() -> None:
     core, unpublished = losing()
     hits = cached(core, range(1, 7))
     to_the_host(core)
-    assert start(core, hits) is Start.WHOLE
-    assert len(core.take_update().restores) == 6
-    # All of them were copied in one batch, but for the last.
-    assert core.spoil(hits[:5], {"b"}) == {"b"}
-    # The page that it wrote, too.
-    assert sorted(unpublished) == [*hits[:5], 500]
-    core.release("b", lambda page: page not in unpublished)
-    core.lose(hits[:5])
+    assert not core.claim("b", hits, 1)
+    restores = core.take_update().restores
+    assert core.may_gain_room()
+    assert core.give_up_overdue(core.transfers.next_id - 1) == {Direction.TO_DEVICE}
+    assert unpublished == hits[:5] and not core.may_gain_room()
+    assert core.num_free == 100 - 18
+    check_integrity(core)
+    # The last one is not overdue, so it is still wanted.
+    assert core.acknowledge(restores[5].transfer_id, [0])
+    for copy in restores[:5]:
+        assert not core.acknowledge(copy.transfer_id, [0])
     assert list(core._pages) == [6]
-    assert core.num_free == 100 and core.num_lost == 5
+    core.drop_claim("b")
+    assert core.num_free == 100
     check_integrity(core)
 
 
-def test_requests_that_read_none_of_the_lost_pages_go_on() -> None:
+def test_while_restores_stall_prefixes_on_the_host_are_computed_again() -> None:
     core, unpublished = losing()
-    hits = cached(core, range(1, 4))
+    stuck, other = cached(core, range(1, 3)), cached(core, range(11, 14), "c")
     to_the_host(core)
-    run_pages(core, "other", range(20, 24), 2)
-    start(core, hits)
+    assert not core.claim("b", stuck, 1)
     core.take_update()
-    assert core.spoil(hits, {"b", "other"}) == {"b"}
-    assert not set(unpublished) & set(range(20, 24))
+    core.give_up_overdue(core.transfers.next_id)
+    free = core.num_free
+    assert not core.claim("d", other, 1)
+    assert unpublished == stuck + other and core.num_free == free
+    assert not core.take_update().restores and set(core._claims) == {"b"}
+    check_integrity(core)
 
 
-def test_who_read_what_was_computed_from_lost_pages_is_wrong_too() -> None:
-    """In the same step, as in vLLM a full page can be hit from its allocation on."""
+def test_while_restores_stall_none_is_made_that_could_be_left_out() -> None:
     core, _ = losing()
-    hits = cached(core, range(1, 4))
-    to_the_host(core)
-    start(core, hits, new=3)
-    core.add_request("c", 3)
-    core.adopt("c", [500, 501])
-    core.append("c", [600])
-    core.add_request("d", 2)
-    core.adopt("d", [600])
+    assert start(core, lean_hits(core)) is Start.LEAN
     core.take_update()
-    assert core.spoil(hits[2:], {"b", "c", "d"}) == {"b", "c", "d"}
-
-
-def test_pages_that_were_sealed_before_are_kept() -> None:
-    core, unpublished = losing()
-    hits = cached(core, range(1, 13))
-    to_the_host(core)
-    fill(core, 69, "other")
-    assert start(core, hits[:11], new=3) is Start.LEAN
-    core.take_update()
-    core.seal("b", 13)
+    core.transfers.stalled.add(Direction.TO_DEVICE)
     core.release("other", lambda page: False)
     core.restore_some()
-    lost = [copy.page_id for copy in core.take_update().restores]
-    assert core.spoil(lost, {"b"}) == {"b"}
-    assert sorted(unpublished) == sorted([*lost, 502])
-
-
-def test_what_an_aborted_request_left_behind_counts_as_wrong() -> None:
-    """It may have read lost pages in the step that is still in flight."""
-    core, unpublished = losing()
-    hits = cached(core, range(1, 4))
-    to_the_host(core)
-    start(core, hits, new=4)
-    core.take_update()
-    core.release("b", lambda page: page < 503)
-    core.add_request("c", 2)
-    core.adopt("c", [500])
-    core.append("c", [600])
-    transfers = {c.page_id: c.transfer_id for c in core.take_update().write_backs}
-    assert core.spoil(hits, {"c"}) == {"c"}
-    assert set(unpublished) >= {500, 501, 502, 600}
-    core.release("c", lambda page: page not in unpublished)
-    core.lose(hits)
-    assert not {501, 502, 600} & set(core._pages)
-    assert sorted(core.abandoned_pages) == [501, 502]
-    core.acknowledge(transfers[500], [0])
-    check_integrity(core)
-
-
-def test_pages_that_were_left_behind_count_no_more_once_they_are_clean() -> None:
-    core, unpublished = losing()
-    run_pages(core, "a", range(1, 3), 1)
-    core.release("a", lambda page: True)
-    for copy in core.take_update().write_backs:
-        core.acknowledge(copy.transfer_id, [0])
-    core.add_request("c", 2)
-    core.adopt("c", [2])
-    assert not core.spoil([], {"c"}) and 2 not in unpublished
-
-
-def test_a_request_that_waits_for_input_keeps_lost_pages_on_the_host() -> None:
-    """It has a lease, and no step in flight that read them."""
-    core, _ = losing()
-    hits = cached(core, range(1, 13))
-    to_the_host(core)
-    fill(core, 69, "other")
-    assert start(core, hits[:11]) is Start.LEAN
-    core.take_update()
-    core.release("other", lambda page: False)
+    assert not core.take_update().restores
+    core.transfers.stalled.clear()
     core.restore_some()
-    lost = [copy.page_id for copy in core.take_update().restores]
-    assert lost and core.spoil(lost, set()) == set()
-    core.lose(lost)
-    changed = core.take_update().requests["b"].changed
-    assert [changed[page - 1] < 0 for page in lost] == [True] * len(lost)
-    check_integrity(core)
+    assert core.take_update().restores
 
 
 def test_no_restore_is_made_that_could_be_left_out_once_many_failed() -> None:
-    core, _ = losing(max_failures=2, restore_budget=3)
-    hits = cached(core, range(1, 13))
-    to_the_host(core)
-    fill(core, 69, "other")
-    assert start(core, hits[:11]) is Start.LEAN
+    core, _ = losing(max_failures=2, restore_budget=1)
+    assert start(core, lean_hits(core)) is Start.LEAN
     core.take_update()
     core.release("other", lambda page: False)
-    core.spoil([], set())
-    core.restore_some()
-    assert core.take_update().restores
-    core.spoil([], set())
+    for _ in range(2):
+        core.restore_some()
+        (copy,) = core.take_update().restores
+        fail(core, copy.transfer_id)
     core.restore_some()
     assert not core.take_update().restores
+
+
+def test_forgetting_all_holds_what_copies_still_read_and_fill() -> None:
+    held: list[int] = []
+    config = ResidencyConfig(num_blocks=40, num_stacks=2, lease_blocks=4, num_rows=3)
+    core = Residency(config, held.append, held.remove)
+    hits = cached(core, range(1, 4))
+    to_the_host(core)
+    assert not core.claim("b", hits, 1) and held == hits
+    restores = core.take_update().restores
+    core.forget_all()
+    check_integrity(core)
+    assert core.abandoned_pages == held == hits and core.num_free == 39 - 9
+    for copy in restores:
+        assert not core.acknowledge(copy.transfer_id, [0])
+    assert not held and core.num_free == 39
+    check_integrity(core)
 
 
 # --- found by breaking it -----------------------------------------------------------
@@ -625,7 +799,8 @@ def test_a_lean_start_waits_when_making_room_takes_the_last_row() -> None:
         core.acknowledge(transfer, [0])
     core.append("fill", [30])
     core.take_update()
-    assert core.choose_start([1, 2, 3], 1) is None
+    assert start(core, [1, 2, 3]) is None
+    assert not core._claims
     check_integrity(core)
 
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
@@ -41,6 +41,7 @@ GARBAGE = "garbage"
 NIGHTLY = os.environ.get("HISPARSE_NIGHTLY") == "1"
 EXAMPLES = 2_000 if NIGHTLY else 100
 STEPS = 50
+SHRINKS = os.environ.get("HISPARSE_NO_SHRINKING") != "1"
 
 
 @dataclass
@@ -89,6 +90,12 @@ class Running:
     lease: HotLease | None = None
 
 
+def blocks_of(copy: PageCopy) -> list[int]:
+    """The device blocks that a copy reads or fills."""
+    blocks = (copy.indexer_block, *copy.latent_blocks)
+    return [block for block in blocks if block != NULL]
+
+
 class ResidencyMachine(RuleBasedStateMachine):
     """Random traffic over a device pool that is always short."""
 
@@ -111,7 +118,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.requests: dict[str, Running] = {}
         self.device: dict[int, object] = {}
         self.frames: dict[int, tuple[int, ...]] = {}
-        self.copies: dict[int, tuple[PageCopy, set[int]]] = {}
+        # Copies under way: which, whether to the device, ranks that have ended it.
+        self.copies: dict[int, tuple[PageCopy, bool, set[int]]] = {}
+        self.bad: set[int] = set()  # of these, what some rank could not complete
+        self.waiting: dict[str, tuple[int, int]] = {}
         self.counter = 0
 
     # --- the toy scheduler --------------------------------------------------
@@ -132,38 +142,58 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.core.append(request_id, pages)
         request.pages += pages
 
+    @precondition(lambda self: len(self.waiting) < 3)
     @rule(prefix=st.integers(0, 2), length=st.integers(2, 9))
-    def admit(self, prefix: int, length: int) -> None:
-        self.admit_now(prefix, length)
+    def submit(self, prefix: int, length: int) -> None:
+        self.counter += 1
+        self.waiting[f"r{self.counter}"] = (prefix, length)
+        self.admit()
 
-    def admit_now(self, prefix: int, length: int) -> None:
-        names = [(prefix, i) for i in range(length)]
-        by_name = {p.name: i for i, p in enumerate(self.host.pages) if p.name}
-        hits = []
-        for name in names[: length - 1]:
-            if name not in by_name:
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def abort_waiting(self, data) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        del self.waiting[request_id]
+        self.core.drop_claim(request_id)
+
+    @rule()
+    def admit(self) -> None:
+        """As the scheduler does: in order, until one does not fit."""
+        for request_id, (prefix, length) in list(self.waiting.items()):
+            names = [(prefix, i) for i in range(length)]
+            by_name = {p.name: i for i, p in enumerate(self.host.pages) if p.name}
+            hits = []
+            for name in names[: length - 1]:
+                if name not in by_name:
+                    break
+                hits.append(by_name[name])
+            known = hits if self.core.can_admit(length) else []
+            if not self.core.claim(request_id, known, 1):
+                continue
+            if not self.admit_now(request_id, names, hits):
                 break
-            hits.append(by_name[name])
+
+    def admit_now(self, request_id: str, names: list, hits: list[int]) -> bool:
+        length = len(names)
         fresh = length - len(hits)
         free_hits = sum(page in self.host.free for page in hits)
         if len(self.host.free) - free_hits < fresh or not self.core.can_admit(length):
-            return
-        start = self.core.choose_start(hits, fresh)
-        if start is None:
-            return
-        self.counter += 1
-        request_id = f"r{self.counter}"
+            return False
+        if not self.core.can_start(request_id, hits, fresh):
+            return False
+        del self.waiting[request_id]
         self.requests[request_id] = Running(names)
         for page in hits:
             self.host.reference(page)
         self.core.add_request(request_id, length)
-        self.core.adopt(request_id, hits, start)
+        self.core.adopt(request_id, hits)
         self.requests[request_id].pages += hits
         self.requests[request_id].num_full = len(hits)
         self.take_pages(request_id, fresh)
         # As in vLLM, a full page can be hit from its allocation on.
         for name, page in zip(names[:-1], self.requests[request_id].pages):
             self.host.pages[page].name = name
+        return True
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(1, 3))
@@ -195,18 +225,16 @@ class ResidencyMachine(RuleBasedStateMachine):
         for request_id in sorted(self.requests):
             self.seal_written(request_id)
             self.grow_by(request_id, 1)
+        self.admit()
         self.step()
-        for transfer in sorted(self.copies)[:4]:
-            for rank in {0, 1} - self.copies[transfer][1]:
-                self.complete_rank(transfer, rank)
+        for transfer in sorted(self.copies)[:6]:
+            self.complete_all(transfer)
 
     @precondition(lambda self: len(self.requests) > 1)
     @rule(data=st.data())
     def leave(self, data) -> None:
         """Finished, aborted or preempted: the core sees the same."""
-        self.leave_now(data.draw(st.sampled_from(sorted(self.requests))))
-
-    def leave_now(self, request_id: str) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
         request = self.requests[request_id]
         unwritten = request.pages[len(request.entries) :]
         if any(self.host.pages[page].references > 1 for page in unwritten):
@@ -226,13 +254,19 @@ class ResidencyMachine(RuleBasedStateMachine):
         before = [
             (name, request.lease) for name, request in self.core._requests.items()
         ]
-        free, blocks = self.core.num_free, len(self.core._blocks)
+        evictable = self.core.num_free - len(self.core._blocks)
+        blocks = len(self.core._blocks)
         self.core.restore_some()
-        # It costs nothing that anybody could want.
-        assert self.core.num_free == free
+        # It takes only what lies idle.
+        assert self.core.num_free - len(self.core._blocks) == evictable
         assert len(self.core._blocks) >= min(blocks, LEASE)
         after = [(name, request.lease) for name, request in self.core._requests.items()]
         assert before == after
+
+    @rule()
+    def squeeze(self) -> None:
+        """Take all that may go, and leave it idle: or little would be restored."""
+        self.core._blocks.give_back(self.core._take(self.core.num_free))
 
     @precondition(lambda self: self.counter % 4 == 3 and not self.requests)
     @rule()
@@ -248,43 +282,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        self.take_step()
-        self.read_everything()
-
-    @rule(data=st.data(), leaves=st.booleans(), prefix=st.integers(0, 2))
-    def step_whose_restores_fail(self, data, leaves: bool, prefix: int) -> None:
-        """It is known after one more step, and when others have left and come."""
-        # Pressure, or hardly ever would anything be restored.
-        for transfer in sorted(self.copies):
-            for rank in {0, 1} - self.copies[transfer][1]:
-                self.complete_rank(transfer, rank)
-        self.core._blocks.give_back(self.core._take(self.core.num_free))
-        self.core.restore_some()
-        self.admit_now((prefix + 1) % 3, 7)
-        lost = self.take_step(restores_fail=True)
-        if leaves and self.requests:
-            self.leave_now(data.draw(st.sampled_from(sorted(self.requests))))
-        self.admit_now(prefix, 9)
-        self.take_step()
-        wrong = self.core.spoil(lost, set(self.requests)) if lost else set()
-        assert wrong >= {r for r in self.requests if not self.reads_right(r)}
-        for request_id in sorted(wrong):
-            self.leave_now(request_id)
-        self.core.lose(lost)
-        self.take_step()
-        self.read_everything()
-        self.find_everything()
-
-    def find_everything(self) -> None:
-        """What a prefix hit would find is what it is named by."""
-        for page_id, page in self.core._pages.items():
-            name = self.host.pages[page_id].name
-            blocks = (page.indexer_block, *page.latent_blocks)
-            if name is not None:
-                assert {self.device[b] for b in blocks if b} == {name}, name
-
-    def take_step(self, restores_fail: bool = False) -> list[int]:
-        """Apply an update, copy, and let the forward write; returns what was lost."""
+        """Apply an update, let the forward write, and read."""
         update = self.core.take_update()
         self.frames.update(update.frames)
         for request_id, change in update.requests.items():
@@ -297,42 +295,39 @@ class ResidencyMachine(RuleBasedStateMachine):
             request.entries += change.entries
             request.lease = change.lease or request.lease
             assert len(request.entries) == len(request.pages)
-        targets = [
-            b for c in update.restores for b in (c.indexer_block, *c.latent_blocks)
-        ]
-        targets = [block for block in targets if block != NULL]
-        assert len(targets) == len(set(targets)), "two restores into one block"
         for copy in update.restores:
-            content = self.host.pages[copy.page_id].content
-            content = GARBAGE if restores_fail else content
-            for block in (copy.indexer_block, *copy.latent_blocks):
-                if block != NULL:
-                    self.device[block] = content
+            self.copies[copy.transfer_id] = (copy, True, set())
+            for block in blocks_of(copy):
+                self.device[block] = GARBAGE
         for copy in update.write_backs:
             assert copy.indexer_block and len(copy.latent_blocks) == STACKS
-            self.copies[copy.transfer_id] = (copy, set())
+            self.copies[copy.transfer_id] = (copy, False, set())
+        targets = [
+            b for c, is_in, _ in self.copies.values() if is_in for b in blocks_of(c)
+        ]
+        assert len(targets) == len(set(targets)), "two restores into one block"
+        under_way = {transfer.copy.transfer_id for transfer in self.core.transfers}
+        assert under_way == set(self.copies), "a copy that the worker does not know of"
         self.write_new_pages(update)
-        return [copy.page_id for copy in update.restores] if restores_fail else []
+        self.read_everything()
+        self.find_everything()
 
-    def reads_right(self, request_id: str) -> bool:
-        """Whether what a request has written and adopted so far is what it thinks."""
-        request = self.requests[request_id]
-        for name, entry in zip(request.names, request.entries[: request.num_full]):
-            frame = entry if entry >= 0 else INDEXER_ONLY - entry
-            blocks = [block for block in self.frames[frame] if block != NULL]
-            if any(self.device[block] != name for block in blocks):
-                return False
-        return True
+    def find_everything(self) -> None:
+        """What a prefix hit would find is what it is named by."""
+        for page_id, page in self.core._pages.items():
+            name = self.host.pages[page_id].name
+            blocks = (page.indexer_block, *page.latent_blocks)
+            if name is not None:
+                assert {self.device[b] for b in blocks if b} <= {name}, name
 
     def write_new_pages(self, update) -> None:
         """The forward writes the pages that are not a copy of anything."""
         for request_id, change in update.requests.items():
             request = self.requests[request_id]
-            is_right = self.reads_right(request_id)
             for i in range(max(change.start, request.num_full), len(request.entries)):
                 for block in self.frames[request.entries[i]]:
                     assert block != NULL
-                    self.device[block] = request.names[i] if is_right else GARBAGE
+                    self.device[block] = request.names[i]
             request.num_full = max(request.num_full, len(request.entries) - 1)
 
     def read_everything(self) -> None:
@@ -355,46 +350,52 @@ class ResidencyMachine(RuleBasedStateMachine):
     def complete(self, data, rank: int) -> None:
         self.complete_rank(data.draw(st.sampled_from(sorted(self.copies))), rank)
 
-    def complete_rank(self, transfer: int, rank: int) -> None:
-        """A rank's copy completes; the bytes move only when the last one does."""
-        copy, done = self.copies[transfer]
-        done.add(rank)
-        if len(done) == 2:
-            blocks = (copy.indexer_block, *copy.latent_blocks)
-            contents = {self.device[block] for block in blocks}
-            is_abandoned = transfer in self.core._abandoned
-            assert len(contents) == 1 or is_abandoned, contents
-            # What an abandoned copy writes is anything, where nobody reads.
-            self.host.pages[copy.page_id].content = (
-                GARBAGE if is_abandoned else contents.pop()
-            )
-            assert self.host.pages[copy.page_id].references > 0
+    def complete_all(self, transfer: int) -> None:
+        for rank in {0, 1} - self.copies[transfer][2]:
+            self.complete_rank(transfer, rank)
+
+    def complete_rank(self, transfer: int, rank: int, has_failed: bool = False) -> None:
+        """A rank's copy ends; the bytes move only when the last one does."""
+        copy, is_restore, ended = self.copies[transfer]
+        if rank in ended:
+            return
+        ended.add(rank)
+        self.bad |= {transfer} if has_failed else set()
+        is_over = len(ended) == 2
+        (own,) = [t for t in self.core.transfers if t.copy.transfer_id == transfer]
+        is_used = is_over and transfer not in self.bad and not own.is_abandoned
+        host = self.host.pages[copy.page_id]
+        assert host.references > 0
+        if is_over and is_restore:
+            for block in blocks_of(copy):
+                self.device[block] = host.content if is_used else GARBAGE
+        elif is_over:
+            contents = {self.device[block] for block in blocks_of(copy)}
+            assert len(contents) == 1 or not is_used, contents
+            # What others write is anything, where nobody reads.
+            host.content = contents.pop() if is_used else GARBAGE
+        if is_over:
             del self.copies[transfer]
-        else:
-            is_abandoned = True
-        clean = self.core.acknowledge(transfer, [rank])
-        assert clean == (len(done) == 2 and not is_abandoned)
+        assert self.core.acknowledge(transfer, [rank], has_failed) == is_used
 
     @precondition(lambda self: self.copies and self.counter % 4 == 1)
-    @rule(data=st.data())
-    def fail(self, data) -> None:
-        """A rank could not copy; the others may have."""
+    @rule(data=st.data(), rank=st.integers(0, 1))
+    def fail(self, data, rank: int) -> None:
+        """A rank could not copy; the other may still be copying."""
         transfer = data.draw(st.sampled_from(sorted(self.copies)))
-        del self.copies[transfer]
-        self.core.fail(transfer)
-        assert not self.core.acknowledge(transfer, [0, 1])
+        self.complete_rank(transfer, rank, has_failed=True)
 
     @precondition(lambda self: self.copies and self.counter % 4 == 0)
-    @rule()
-    def stall(self) -> None:
-        """Nothing ends for long; copies may still write when all believe them dead."""
-        self.core.stall()
-        self.core.is_stalled = False
+    @rule(data=st.data())
+    def give_up_overdue(self, data) -> None:
+        """Copies may still write when all believe them dead."""
+        before = data.draw(st.sampled_from(sorted(self.copies))) + 1
+        self.core.give_up_overdue(before)
 
     @precondition(lambda self: self.counter % 4 == 2)
     @rule(transfer=st.integers(0, 10_000))
     def stray_acknowledgement(self, transfer: int) -> None:
-        if transfer not in self.copies:
+        if transfer not in [t.copy.transfer_id for t in self.core.transfers]:
             assert not self.core.acknowledge(transfer, [0, 1])
 
     @invariant()
@@ -408,12 +409,12 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.core.release(request_id, lambda page: False)
             for page in request.pages:
                 self.host.unreference(page)
+        for request_id in list(self.waiting):
+            self.core.drop_claim(request_id)
         for _ in range(HOST_PAGES):
-            for copy in self.core.take_update().write_backs:
-                self.copies[copy.transfer_id] = (copy, set())
-            for transfer in list(self.copies):
-                self.core.acknowledge(transfer, [0, 1])
-                del self.copies[transfer]
+            self.core.take_update()
+            for transfer in list(self.core.transfers):
+                self.core.acknowledge(transfer.copy.transfer_id, [0, 1])
         check_integrity(self.core)
         assert self.core.num_free == NUM_BLOCKS - 1
         assert self.core.num_pending == 0
@@ -428,4 +429,5 @@ TestResidency.settings = settings(
     # The same operations in each run of CI, new ones each night.
     derandomize=not NIGHTLY,
     suppress_health_check=list(HealthCheck),
+    phases=[phase for phase in Phase if SHRINKS or phase is not Phase.shrink],
 )

@@ -7,8 +7,9 @@ Proportional to everything there is: for tests and debugging.
 
 from collections import Counter
 
+from .pages import Direction, Page, PageState, Place, Start
 from .pool import NULL_BLOCK
-from .residency import Page, PageState, Place, Residency
+from .residency import Residency
 
 
 def check_integrity(residency: Residency) -> None:
@@ -34,6 +35,11 @@ def _check_blocks(residency: Residency) -> None:
         if request.lease is not None:
             places.update(request.lease.blocks)
             assert len(request.lease.blocks) == residency.config.lease_blocks
+    for transfer in residency.transfers:
+        if transfer.restored:
+            places.update(transfer.copy.latent_blocks)
+            if transfer.copy.indexer_block:
+                places[transfer.copy.indexer_block] += 1
     expected = Counter(range(NULL_BLOCK + 1, residency.config.num_blocks))
     assert places == expected, f"blocks lost or held twice: {places - expected}"
 
@@ -57,13 +63,17 @@ def _check_frames(residency: Residency) -> None:
 
 def _latents_may_go(page: Page) -> bool:
     leased = all(owner.lease is not None for owner, _ in page.owners.values())
-    return page.state is PageState.CLEAN and bool(page.latent_blocks) and leased
+    is_claimed = Start.WHOLE in page.claims.values()
+    return _is_still(page) and bool(page.latent_blocks) and leased and not is_claimed
 
 
 def _indexer_may_go(page: Page) -> bool:
-    return (
-        page.state is PageState.CLEAN and bool(page.indexer_block) and not page.owners
-    )
+    is_wanted = bool(page.owners or page.claims)
+    return _is_still(page) and bool(page.indexer_block) and not is_wanted
+
+
+def _is_still(page: Page) -> bool:
+    return page.state is PageState.CLEAN and page.transfer is None
 
 
 def _check_page(residency: Residency, page: Page) -> None:
@@ -76,7 +86,8 @@ def _check_page(residency: Residency, page: Page) -> None:
         if owner.lease is None:
             assert whole, f"page {page.page_id} went before the lease came (R2)"
     # Latents go before the indexer, so what is left of a page has the indexer.
-    assert page.indexer_block, f"page {page.page_id} has a frame without an indexer"
+    is_coming = page.transfer is not None and page.transfer.copy.indexer_block
+    assert page.indexer_block or is_coming, f"page {page.page_id} has an empty frame"
     if not page.owners and page.state is PageState.DIRTY:
         assert page.is_queued, f"page {page.page_id} is dirty and nobody's"
 
@@ -100,11 +111,26 @@ def _check_requests(residency: Residency) -> None:
 
 
 def _check_transfers(residency: Residency) -> None:
-    pending = {p.page_id for p, _ in residency._transfers.values()}
-    states = {
-        p.page_id for p in residency._pages.values() if p.state is PageState.PENDING
-    }
-    assert pending == states and len(pending) == len(residency._transfers)
+    pages = residency._pages
+    pending = dict.fromkeys(Direction, 0)
+    for transfer in residency.transfers:
+        page = transfer.page
+        if not transfer.is_abandoned:
+            pending[transfer.direction] += 1
+            assert pages.get(page.page_id) is page, f"page {page.page_id} went (R5)"
+            assert page.transfer is transfer
+            is_written = page.state is PageState.PENDING
+            assert is_written == (transfer.restored is None), page.page_id
+    states = [p for p in pages.values() if p.state is PageState.PENDING]
+    assert all(page.transfer is not None for page in states), "pending without a copy"
+    for way, count in pending.items():
+        assert count == residency.transfers.num_pending(way), way
     queued = [page.page_id for page in residency._to_write]
-    flags = [p.page_id for p in residency._pages.values() if p.is_queued]
+    flags = [p.page_id for p in pages.values() if p.is_queued]
     assert sorted(queued) == sorted(flags), "write-back queue"
+    for request_id, claim in residency._claims.items():
+        assert request_id not in residency._requests, request_id
+        wanted = {p.page_id for p in pages.values() if request_id in p.claims}
+        assert wanted <= set(claim.page_ids), request_id
+    claims = {name for page in pages.values() for name in page.claims}
+    assert claims <= residency._claims.keys(), "claims of nobody"

@@ -20,7 +20,7 @@ class PageCopy:
     """A copy of one page between its frame and the host.
 
     Attributes:
-        transfer_id: Names the copy in the acknowledgement; -1 where none is needed.
+        transfer_id: Names the copy in the acknowledgement.
         page_id: The page, its place in the host pool.
         indexer_block: Device block of the indexers, 0 to leave them out.
         latent_blocks: Device block of each stack, empty to leave them out.
@@ -68,16 +68,16 @@ class RequestUpdate:
 class StepUpdate:
     """Everything that changed between two steps.
 
-    The worker applies it before anything of the step is launched (R4): first
-    `frames` and `requests`, then `restores`; `write_backs` read what earlier steps
-    wrote.
+    The worker applies `frames` and `requests` before anything of the step is launched
+    (R4). Copies come after what earlier steps have launched; every rank acknowledges
+    each. A restored part is in nobody's tables before.
 
     Attributes:
         frames: Blocks of frames that changed: indexer block, then one for each
             stack; 0 where absent.
         requests: By request id.
-        write_backs: Device to host; each is acknowledged by every rank.
-        restores: Host to device, complete before the step's forward.
+        write_backs: Device to host.
+        restores: Host to device.
     """
 
     frames: dict[int, tuple[int, ...]] = field(default_factory=dict)

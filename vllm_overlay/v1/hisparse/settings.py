@@ -33,8 +33,8 @@ class HiSparseSettings:
         host_pool_gib: host pool of one data-parallel replica, in GiB.
         device_buffer_size: rows of a hot buffer in each layer.
         topk: rows that one query token selects, of the model.
-        transfer_timeout_s: seconds without progress after which copies to the host
-            are not waited for any more.
+        transfer_timeout_s: seconds after which a copy of a page between host and device
+            is not waited for any more.
     """
 
     host_pool_gib: float

@@ -52,19 +52,19 @@ class HiSparseAcks(KVConnectorWorkerMetadata):
     """What became of transfers.
 
     Attributes:
-        ranks: Ranks that completed each (D19).
-        failed: Transfers that a rank could not complete.
+        done: Ranks that completed each (D19).
+        failed: Ranks that could not complete it.
     """
 
-    ranks: dict[int, set[int]] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
+    done: dict[int, set[int]] = field(default_factory=dict)
+    failed: dict[int, set[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HiSparseAcks":
         """Unite with another rank's acknowledgements."""
         assert isinstance(other, HiSparseAcks)
-        for transfer_id, ranks in other.ranks.items():
-            self.ranks.setdefault(transfer_id, set()).update(ranks)
-        self.failed |= other.failed
+        for own, theirs in ((self.done, other.done), (self.failed, other.failed)):
+            for transfer_id, ranks in theirs.items():
+                own.setdefault(transfer_id, set()).update(ranks)
         return self
 
 
@@ -95,7 +95,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         coordinator = kv_cache_manager.coordinator
         (manager,) = coordinator.single_type_managers
         assert isinstance(manager, HiSparseManager)
-        manager.num_reprefillable_tokens = coordinator.num_reprefillable_tokens
+        manager.bind_coordinator(coordinator)
         self._manager = kv_cache_manager.hisparse = manager
 
     @property
@@ -107,7 +107,9 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return 0, False
+        """No tokens of its own, or None: the request is looked at again next step."""
+        is_ready = self.manager.prepare_prefix(request, num_computed_tokens)
+        return (0 if is_ready else None), False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -126,9 +128,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         acks = connector_output.kv_connector_worker_meta
         if isinstance(acks, HiSparseAcks):
-            self.manager.note_failures(acks.failed)
-            for transfer_id, ranks in acks.ranks.items():
-                self.manager.residency.acknowledge(transfer_id, ranks)
+            self.manager.acknowledge(acks.done, acks.failed)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -219,10 +219,6 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         done, failed = self.worker.take_acks()
         return HiSparseAcks(done, failed) if done or failed else None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Pages whose restore failed: whoever read them is computed again."""
-        return self.worker.copier.take_not_restored()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         pass

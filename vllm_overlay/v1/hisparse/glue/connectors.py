@@ -188,9 +188,6 @@ def keep_ours(
 ) -> KVTransferConfig:
     """The connectors that are left: ours, alone or in its MultiConnector.
 
-    A page that does not come back from the host is always recomputed: vLLM's default,
-    to fail the request, is meant for pages of other instances.
-
     Args:
         transfer: What the user gave.
         pool_gib: The host pool that was asked for.
@@ -206,10 +203,9 @@ def keep_ours(
             pool_gib + extra_gib,
         )
     elif transfer is not None and transfer.kv_connector is not None:
-        return replace(transfer, kv_load_failure_policy="recompute")
+        return transfer
     return replace(
         transfer or KVTransferConfig(),
-        kv_load_failure_policy="recompute",
         kv_connector=CONNECTOR_NAME,
         kv_role="kv_both",
         kv_connector_extra_config={},

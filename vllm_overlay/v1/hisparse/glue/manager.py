@@ -7,7 +7,8 @@ request a frame on the device, and answers "does it fit" for both pools.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import (
@@ -24,16 +25,25 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..capacity import PoolPlan
-from ..residency import Place, Residency, ResidencyConfig, Start
+from ..frames import ResidencyConfig
+from ..pages import Direction, Place
+from ..residency import Residency
 from .spec import HiSparsePageSpec
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
 # More blocks than any host pool has: vLLM compares it with its free blocks.
 DOES_NOT_FIT = 1 << 62
+
+_CONSEQUENCES = {
+    Direction.TO_HOST: "requests that need room are preempted, and pages of finished "
+    "ones are forgotten",
+    Direction.TO_DEVICE: "requests that need the pages compute them again",
+}
 
 
 def residency_config(plan: PoolPlan, num_ranks: int = 1) -> ResidencyConfig:
@@ -64,15 +74,21 @@ class HiSparseManager(FullAttentionManager):
         )
         self._clock = time.monotonic
         self._timeout_s = kv_cache_spec.transfer_timeout_s
-        # Copies that had ended when one ended last, and when that was.
-        self._num_ended, self._last_end = 0, self._clock()
+        # When steps began, and the id that the next copy had then; copies with ids
+        # before the last one take too long.
+        self._steps: deque[tuple[float, int]] = deque()
+        self._overdue_before = 0
         self._counted_hits = (0, 0)
         self._promised_pages: dict[str, int] = {}
         self._known: set[str] = set()
-        # Of the request whose blocks were counted last; it allocates next.
-        self._start = Start.WHOLE
+        self._coordinator: KVCacheCoordinator | None = None
         # Computed tokens that a multi-module drafter may still write again (R6).
         self.num_reprefillable_tokens = 0
+
+    def bind_coordinator(self, coordinator: "KVCacheCoordinator") -> None:
+        """Get to know who finds prefixes, once."""
+        self._coordinator = coordinator
+        self.num_reprefillable_tokens = coordinator.num_reprefillable_tokens
 
     # --- references of copies in flight (R5) ------------------------------------
 
@@ -109,20 +125,42 @@ class HiSparseManager(FullAttentionManager):
             apply_admission_cap,
         )
         if apply_admission_cap:
-            # The gate for whole sequences; also asked about running requests, whose
-            # pages were counted when they were admitted.
-            if request_id not in self._known:
-                if not self.residency.can_admit(num_pages):
-                    return DOES_NOT_FIT
+            # The gate for whole sequences; also asked about running requests, which
+            # were admitted, but may have got more input since.
+            if request_id in self._known:
+                self.residency.promise(request_id, num_pages)
+            elif self.residency.can_admit(num_pages):
                 self._promised_pages[request_id] = num_pages
+            else:
+                return DOES_NOT_FIT
             return host_pages
         new = max(num_pages - held - len(new_computed_blocks), 0)
         hits = [block.block_id for block in new_computed_blocks]
-        start = self.residency.choose_start(hits, new) if new or hits else Start.WHOLE
-        if start is None:
+        if (new or hits) and not self.residency.can_start(request_id, hits, new):
             return DOES_NOT_FIT
-        self._start = start
         return host_pages
+
+    def prepare_prefix(self, request: "Request", num_hit_tokens: int) -> bool:
+        """Get a waiting request's prefix ready on the device, asked in each step.
+
+        Args:
+            request: Is looked at now by the scheduler.
+            num_hit_tokens: Its prefix hits.
+
+        Returns:
+            Whether the scheduler may go on with it; if not, pages are on their way.
+        """
+        hits: list[int] = []
+        num_pages = cdiv(request.num_tokens, self.block_size)
+        if num_hit_tokens and self.residency.can_admit(num_pages):
+            assert self._coordinator is not None
+            found = self._coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+            hits = [
+                b.block_id for b in found[0][0][: num_hit_tokens // self.block_size]
+            ]
+        return self.residency.claim(request.request_id, hits, num_new=1)
 
     def add_local_computed_blocks(
         self,
@@ -139,7 +177,7 @@ class HiSparseManager(FullAttentionManager):
         )
         self._add_request(request_id, len(new_computed_blocks))
         hits = [block.block_id for block in new_computed_blocks]
-        self.residency.adopt(request_id, hits, self._start)
+        self.residency.adopt(request_id, hits)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -174,71 +212,45 @@ class HiSparseManager(FullAttentionManager):
         self.residency.restore_some()
 
     def _watch_copies(self) -> None:
-        """Stop waiting for copies when none has ended for too long."""
-        residency, now = self.residency, self._clock()
-        num_ended = residency.num_completed + residency.num_failed
-        if num_ended != self._num_ended or not residency.num_pending:
-            self._num_ended, self._last_end = num_ended, now
-            residency.is_stalled = False
-        elif now - self._last_end > self._timeout_s and not residency.is_stalled:
+        """Stop waiting for copies that take too long."""
+        now, steps = self._clock(), self._steps
+        next_id = self.residency.transfers.next_id
+        if not steps or steps[-1][1] != next_id:
+            steps.append((now, next_id))
+        while steps and now - steps[0][0] > self._timeout_s:
+            _, self._overdue_before = steps.popleft()
+        for way in self.residency.give_up_overdue(self._overdue_before):
             logger.warning(
-                "HiSparse: none of %d copies to the host has ended for %.0f s "
-                "(transfer_timeout_s): they are not waited for any more; requests that "
-                "need room are preempted, and pages of finished ones are forgotten",
-                residency.num_pending,
+                "HiSparse: a copy %s has not ended within %.0f s (transfer_timeout_s): "
+                "copies %s are not waited for any more, until one ends; %s",
+                way.value,
                 self._timeout_s,
-            )
-            residency.stall()
-
-    def note_failures(self, transfer_ids: set[int]) -> None:
-        """Take note of copies to the host that failed on some rank."""
-        for transfer_id in transfer_ids:
-            self.residency.fail(transfer_id)
-        if transfer_ids:
-            logger.warning_once(
-                "HiSparse: copies to the host have failed; each is tried again, up to "
-                "%d times, and then its page stays on the device (failed_transfers "
-                "counts them)",
-                self.residency.config.max_failures,
+                way.value,
+                _CONSEQUENCES[way],
             )
 
-    def recompute(
-        self, scheduler: "Scheduler", page_ids: set[int], scheduled: Iterable[str]
-    ) -> set[str]:
-        """Take back what was computed with pages whose restore failed.
-
-        Affected requests are preempted, tokens in flight included: the runner keeps
-        its own count of a running request's tokens, which cannot be taken back. The
-        pages are found by nobody any more, so that the requests get on even if every
-        restore fails.
+    def acknowledge(
+        self, done: dict[int, set[int]], failed: dict[int, set[int]]
+    ) -> None:
+        """Take note of copies that ranks have ended.
 
         Args:
-            scheduler: Before it looks at the outputs of the step that restored.
-            page_ids: From the workers.
-            scheduled: Requests of that step.
-
-        Returns:
-            Requests whose output of that step is not to be used.
+            done: Ranks that completed each.
+            failed: Ranks that could not complete it.
         """
-        running = {request.request_id for request in scheduler.running}
-        wrong = self.residency.spoil(page_ids, running)
-        logger.warning_once(
-            "HiSparse: copies from the host have failed; requests that needed the "
-            "pages compute them again (lost_pages counts them)"
-        )
-        # Backwards, for each goes to the front of those that wait.
-        for request in reversed(scheduler.running):
-            if request.request_id in wrong:
-                scheduler._preempt_request(request, time.monotonic(), True)
-        scheduler.running = [r for r in scheduler.running if r.request_id not in wrong]
-        self.residency.lose(page_ids)
-        # Preempted since the step began: what it read is not known any more.
-        for request_id in scheduled:
-            other = scheduler.requests.get(request_id)
-            if other is not None and other.num_stale_output_tokens:
-                other.drop_stale_output = True
-                wrong.add(request_id)
-        return wrong
+        # Tail first, so that the heads of prefixes stay longest.
+        for transfer_id in sorted(done, reverse=True):
+            self.residency.acknowledge(transfer_id, done[transfer_id])
+        for transfer_id, ranks in failed.items():
+            self.residency.acknowledge(transfer_id, ranks, has_failed=True)
+        if failed:
+            logger.warning_once(
+                "HiSparse: copies between device and host have failed. One to the host "
+                "is tried again, up to %d times, and then its page stays on the device "
+                "(failed_transfers counts them); pages that cannot be copied from the "
+                "host are computed again (lost_pages counts them)",
+                self.residency.config.max_failures,
+            )
 
     # --- sealing and release ----------------------------------------------------
 
@@ -257,13 +269,14 @@ class HiSparseManager(FullAttentionManager):
         if request_id in self._known:
             self._known.remove(request_id)
             self.residency.release(request_id, self._is_published)
+        self.residency.drop_claim(request_id)
         return super().pop_blocks_for_free(request_id)
 
     def _is_published(self, page_id: int) -> bool:
         return self.block_pool.blocks[page_id].block_hash is not None
 
     def may_gain_room(self) -> bool:
-        """Whether write-backs under way will make blocks available (D14)."""
+        """Whether copies under way will make blocks available (D14)."""
         return self.residency.may_gain_room()
 
     # --- what vLLM shows of the device -------------------------------------------
@@ -282,7 +295,7 @@ class HiSparseManager(FullAttentionManager):
             "pending_transfers": self.residency.num_pending,
             "failed_transfers": self.residency.num_failed,
             "lost_pages": self.residency.num_lost,
-            "stalled": int(self.residency.is_stalled),
+            "stalled": int(bool(self.residency.transfers.stalled)),
             "requests_full": len(self._known) - mixed,
             "requests_mixed": mixed,
             "pages_device": self.residency.num_owned(Place.DEVICE),

@@ -31,10 +31,10 @@ COUNTERS = {**WORKER_COUNTERS, **SCHEDULER_COUNTERS}
 # Known to the scheduler; the latest value counts.
 GAUGES = {
     "host_pool_usage": "Share of the host pool that is in use, 0 to 1.",
-    "pending_transfers": "Write-backs that are queued or under way.",
+    "pending_transfers": "Page copies that are queued or under way.",
     "failed_transfers": "Write-backs that failed since the start.",
-    "lost_pages": "Pages whose restore failed since the start; they are recomputed.",
-    "stalled": "1 while write-backs are under way and none ends, else 0.",
+    "lost_pages": "Pages whose restore failed or took too long; they are recomputed.",
+    "stalled": "1 while copies that took too long are not waited for, else 0.",
     "requests_full": "Running requests with all pages on the device.",
     "requests_mixed": "Running requests that hold a hot lease.",
     "pages_device": "Running requests' pages with no complete copy on the host.",

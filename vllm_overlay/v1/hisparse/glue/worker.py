@@ -20,7 +20,7 @@ from ..kernels.tensors import (
 from ..messages import StepUpdate
 from ..runtime.ahead import Ahead, InOrder, SideStream
 from ..runtime.buffers import CounterReader, ResolverBuffers
-from ..runtime.copies import CopyEngine, PageCopier
+from ..runtime.copies import CopyQueue, PageCopier
 from ..runtime.cpu_copies import CpuCopies
 from ..runtime.host_pool import CudaRegistrar, HostPool, cpus_near
 from ..runtime.parts import LayerMemory
@@ -56,8 +56,8 @@ class HiSparseWorker:
         layers = vllm_config.compilation_config.static_forward_context
         check_backends(layers[place.name] for place in plan.device.latents)
         self.host = _host_pool(plan, self.slab.device)
-        engine = _copy_engine(self.slab.device)
-        self.copier = PageCopier(plan.device, self.slab, self.host, engine)
+        to_host, to_device = (_copy_queue(self.slab.device) for _ in range(2))
+        self.copier = PageCopier(plan.device, self.slab, self.host, to_host, to_device)
         self.units: list[UnitResolver] = []
 
     def bind(self, block_tables: HiSparseBlockTables) -> None:
@@ -102,10 +102,10 @@ class HiSparseWorker:
         self.copier.restore(update.restores)
         self.copier.write_back(update.write_backs)
 
-    def take_acks(self) -> tuple[dict[int, set[int]], set[int]]:
-        """Transfers that completed, by rank, and that failed, since the last call."""
+    def take_acks(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """Ranks of copies that completed, and that failed, since the last call."""
         done, failed = self.copier.poll()
-        return {transfer_id: {self.rank} for transfer_id in done}, set(failed)
+        return dict.fromkeys(done, {self.rank}), dict.fromkeys(failed, {self.rank})
 
     def take_counters(self) -> dict[str, int]:
         """Increments of `metrics.WORKER_COUNTERS` since the last call.
@@ -131,7 +131,7 @@ class HiSparseWorker:
 
     def shutdown(self) -> None:
         """Wait for copies under way, and release the host pool."""
-        self.copier.engine.shutdown()
+        self.copier.shutdown()
         self.host.close()
 
 
@@ -213,7 +213,7 @@ def _ahead(stream: torch.cuda.Stream | None, most: int) -> Ahead:
     return InOrder() if stream is None else SideStream(stream, most)
 
 
-def _copy_engine(device: torch.device) -> CopyEngine:
+def _copy_queue(device: torch.device) -> CopyQueue:
     if device.type == "cpu":
         return CpuCopies()
     return StreamCopies(device, ops.swap_blocks_batch)

@@ -20,11 +20,13 @@ class ByteRanges:
     """Copies of one batch; int64 arrays of the same length.
 
     Attributes:
+        transfer_ids: Transfers they belong to.
         sources: Addresses to read from.
         targets: Addresses to write to.
         sizes: Bytes.
     """
 
+    transfer_ids: np.ndarray
     sources: np.ndarray
     targets: np.ndarray
     sizes: np.ndarray
@@ -34,44 +36,34 @@ class ByteRanges:
         """Bytes of the whole batch."""
         return int(self.sizes.sum())
 
-    def split(self, count: int) -> list["ByteRanges"]:
-        """Cut into so many batches of the same length."""
-        arrays = (self.sources, self.targets, self.sizes)
-        return [ByteRanges(*p) for p in zip(*(np.split(a, count) for a in arrays))]
+    def by_transfer(self) -> dict[int, "ByteRanges"]:
+        """The ranges of each transfer; those of one are neighbours."""
+        _, starts = np.unique(self.transfer_ids, return_index=True)
+        cuts = np.sort(starts)
+        arrays = (self.transfer_ids, self.sources, self.targets, self.sizes)
+        parts = zip(*(np.split(array, cuts[1:]) for array in arrays), strict=True)
+        return {int(part[0][0]): ByteRanges(*part) for part in parts}
 
     def reversed(self) -> "ByteRanges":
         """The same ranges, copied the other way."""
-        return ByteRanges(self.targets, self.sources, self.sizes)
+        return ByteRanges(self.transfer_ids, self.targets, self.sources, self.sizes)
 
 
-class CopyEngine(Protocol):
-    """Moves bytes; see `cpu_copies` and `stream_copies`."""
+class CopyQueue(Protocol):
+    """Copies bytes one way; see `cpu_copies` and `stream_copies`."""
 
-    def start(self, transfer_ids: list[int], ranges: ByteRanges) -> None:
-        """Begin copies that read what earlier steps wrote on the device.
-
-        Args:
-            transfer_ids: Names of the copies.
-            ranges: Byte ranges of all of them, in their order, as many for each.
-        """
-
-    def run(self, ranges: ByteRanges) -> bool:
-        """Copy to the device, before anything that is launched after this call.
-
-        Returns:
-            Whether all of it was accepted. If not, a part may have been: it is over
-            before anything that is launched after this call, too.
-        """
+    def start(self, ranges: ByteRanges) -> None:
+        """Begin copies that come after all that was launched on the device."""
 
     def poll(self) -> tuple[list[int], list[int]]:
-        """Copies that completed, and that failed, since the last call.
+        """Transfers that completed, and that failed, since the last call.
 
-        One call is one step.
+        Nothing of them is under way any more. One call is one step.
         """
 
     @property
     def num_pending(self) -> int:
-        """Copies that have not completed."""
+        """Transfers that have not ended."""
 
     def shutdown(self) -> None:
         """Wait for what is under way."""
@@ -84,7 +76,9 @@ class PageCopier:
         plan: Geometry.
         slab: uint8 ``[num_blocks, block_bytes]``, the device pool.
         host: The host pool.
-        engine: Moves the bytes.
+        to_host: Writes pages back.
+        to_device: Restores them. Another queue, for a write-back that does not end
+            must hold nobody up who waits for a restore.
     """
 
     def __init__(
@@ -92,10 +86,10 @@ class PageCopier:
         plan: DevicePlan,
         slab: torch.Tensor,
         host: HostPool,
-        engine: CopyEngine,
+        to_host: CopyQueue,
+        to_device: CopyQueue,
     ) -> None:
-        self.engine = engine
-        self._slab = slab
+        self.to_host, self.to_device = to_host, to_device
         self._slab_address, self._block_bytes = slab.data_ptr(), plan.block_bytes
         layers = [(0, p.byte_offset, p.name) for p in plan.indexers]
         layers += [(1 + p.stack, p.byte_offset, p.name) for p in plan.latents]
@@ -108,41 +102,25 @@ class PageCopier:
         self._page_bytes = np.array([p.shape[1] for p in pages], dtype=np.int64)
         self._frame_blocks = plan.frame_blocks
         self._restored_bytes = self._written_bytes = 0
-        self._not_restored: set[int] = set()
 
     def write_back(self, copies: list[PageCopy]) -> None:
         """Start to copy pages to the host."""
-        if not copies:
-            return
-        ranges = self._device_to_host(copies)
-        self.engine.start([copy.transfer_id for copy in copies], ranges)
-        self._written_bytes += ranges.num_bytes
+        if copies:
+            ranges = self._device_to_host(copies)
+            self.to_host.start(ranges)
+            self._written_bytes += ranges.num_bytes
 
     def restore(self, copies: list[PageCopy]) -> None:
-        """Copy pages, or parts of them, to the device before the step's forward.
-
-        If that fails, their blocks hold zeros: what others left there need not be
-        numbers in the format of these layers, and other requests of the step must not
-        suffer.
-        """
-        if not copies:
-            return
-        ranges = self._device_to_host(copies).reversed()
-        if self.engine.run(ranges):
+        """Start to copy pages, or parts of them, to the device."""
+        if copies:
+            ranges = self._device_to_host(copies).reversed()
+            self.to_device.start(ranges)
             self._restored_bytes += ranges.num_bytes
-            return
-        self._not_restored.update(copy.page_id for copy in copies)
-        blocks = [b for c in copies for b in (c.indexer_block, *c.latent_blocks) if b]
-        self._slab[torch.tensor(blocks, device=self._slab.device)] = 0
-
-    def take_not_restored(self) -> set[int]:
-        """Pages whose restore failed since the last call."""
-        taken, self._not_restored = self._not_restored, set()
-        return taken
 
     def poll(self) -> tuple[list[int], list[int]]:
-        """Write-backs that completed, and that failed, since the last call."""
-        return self.engine.poll()
+        """Transfers that completed, and that failed, since the last call."""
+        written, restored = self.to_host.poll(), self.to_device.poll()
+        return written[0] + restored[0], written[1] + restored[1]
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes restored and written back since the last call."""
@@ -150,10 +128,10 @@ class PageCopier:
         self._restored_bytes = self._written_bytes = 0
         return taken
 
-    @property
-    def num_pending(self) -> int:
-        """Write-backs that have not completed."""
-        return self.engine.num_pending
+    def shutdown(self) -> None:
+        """Wait for what is under way."""
+        self.to_host.shutdown()
+        self.to_device.shutdown()
 
     def _device_to_host(self, copies: Sequence[PageCopy]) -> ByteRanges:
         """Ranges of pages, or parts of them, from their blocks to their host pages."""
@@ -167,5 +145,7 @@ class PageCopier:
         page_ids = np.array([copy.page_id for copy in copies], dtype=np.int64)
         host = self._host_address + page_ids[:, None] * self._page_bytes
         sizes = np.broadcast_to(self._page_bytes, device.shape)
+        ids = np.array([copy.transfer_id for copy in copies], dtype=np.int64)
+        ids = np.broadcast_to(ids[:, None], device.shape)
         there = by_layer != NULL_BLOCK
-        return ByteRanges(device[there], host[there], sizes[there])
+        return ByteRanges(ids[there], device[there], host[there], sizes[there])

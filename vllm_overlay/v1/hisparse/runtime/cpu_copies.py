@@ -18,14 +18,13 @@ def _no(transfer_id: int) -> bool:
 
 
 class CpuCopies:
-    """Copies with `memmove`.
+    """Copies one way, with `memmove`.
 
     Attributes:
         delay_steps: Steps between the start of a copy and its completion.
         reorder: Order in which copies that are due complete, from their ids.
         fails: Whether a copy that is due fails, by its id.
-        never: Whether a copy never completes, by its id.
-        refuses: Whether copies to the device are refused; asked once for each batch.
+        never: Whether a copy never ends, by its id.
     """
 
     def __init__(self) -> None:
@@ -35,29 +34,15 @@ class CpuCopies:
         self.reorder: Callable[[list[int]], list[int]] = list
         self.fails: Callable[[int], bool] = _no
         self.never: Callable[[int], bool] = _no
-        self.refuses: Callable[[], bool] = lambda: False
 
-    def start(self, transfer_ids: list[int], ranges: ByteRanges) -> None:
-        """See `CopyEngine`."""
+    def start(self, ranges: ByteRanges) -> None:
+        """See `CopyQueue`."""
         due = self._step + self.delay_steps
-        for transfer_id, own in zip(transfer_ids, ranges.split(len(transfer_ids))):
+        for transfer_id, own in ranges.by_transfer().items():
             self._pending[transfer_id] = (due, own)
 
-    def run(self, ranges: ByteRanges) -> bool:
-        """See `CopyEngine`."""
-        if self.refuses():
-            return False
-        self._move(ranges)
-        return True
-
-    def _move(self, ranges: ByteRanges) -> None:
-        for target, source, size in zip(
-            ranges.targets.tolist(), ranges.sources.tolist(), ranges.sizes.tolist()
-        ):
-            ctypes.memmove(target, source, size)
-
     def poll(self) -> tuple[list[int], list[int]]:
-        """See `CopyEngine`."""
+        """See `CopyQueue`."""
         due = [t for t, (step, _) in self._pending.items() if step <= self._step]
         due = [t for t in due if not self.never(t)]
         self._step += 1
@@ -67,14 +52,21 @@ class CpuCopies:
             if self.fails(transfer_id):
                 failed.append(transfer_id)
             else:
-                self._move(ranges)
+                _move(ranges)
                 done.append(transfer_id)
         return done, failed
 
     @property
     def num_pending(self) -> int:
-        """See `CopyEngine`."""
+        """See `CopyQueue`."""
         return len(self._pending)
 
     def shutdown(self) -> None:
-        """See `CopyEngine`."""
+        """See `CopyQueue`."""
+
+
+def _move(ranges: ByteRanges) -> None:
+    for target, source, size in zip(
+        ranges.targets.tolist(), ranges.sources.tolist(), ranges.sizes.tolist()
+    ):
+        ctypes.memmove(target, source, size)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""The copy engine of GPUs: batched copies on streams of their own (R5).
+"""The copies of GPUs: batched, on a stream of their own (R5).
 
 Copies wait for what the compute stream was given before, in both directions: a
 write-back reads what earlier steps wrote, a restore writes blocks that they may read.
-The compute stream waits for restores; completed write-backs are found by their events.
-Restores have another stream than write-backs: the forward waits for them, and so it
-would for write-backs of earlier steps, of which one may never end.
+The compute stream waits for neither: events say when they have ended.
 """
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ CopyBatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class StreamCopies:
-    """Copies on side streams.
+    """Copies on a side stream.
 
     Args:
         device: The GPU.
@@ -30,69 +29,61 @@ class StreamCopies:
     """
 
     def __init__(self, device: torch.device, copy_batch: CopyBatch) -> None:
-        self._to_host, self._to_device = (torch.cuda.Stream(device) for _ in range(2))
+        self._stream = torch.cuda.Stream(device)
         self._copy_batch = copy_batch
-        self._pending: deque[tuple[list[int], torch.cuda.Event, tuple]] = deque()
-        # Nobody asks for a restore, but its arguments must live as long.
-        self._restores: deque[tuple[torch.cuda.Event, tuple]] = deque()
-        self._failed: list[int] = []
+        self._pending: deque[_Batch] = deque()
 
-    def start(self, transfer_ids: list[int], ranges: ByteRanges) -> None:
-        """See `CopyEngine`."""
-        event, arguments, is_accepted = self._submit(self._to_host, ranges)
-        if is_accepted:
-            self._pending.append((list(transfer_ids), event, arguments))
-        else:
-            self._failed += transfer_ids
-
-    def run(self, ranges: ByteRanges) -> bool:
-        """See `CopyEngine`."""
-        event, arguments, is_accepted = self._submit(self._to_device, ranges)
-        torch.cuda.current_stream().wait_event(event)
-        self._restores.append((event, arguments))
-        return is_accepted
-
-    def _submit(
-        self, stream: torch.cuda.Stream, ranges: ByteRanges
-    ) -> tuple[torch.cuda.Event, tuple, bool]:
-        """Give a batch to a stream.
-
-        Returns:
-            An event behind it, what must live until then, and whether the batch was
-            accepted. A broken device fails elsewhere too.
-        """
+    def start(self, ranges: ByteRanges) -> None:
+        """See `CopyQueue`. A batch that is not accepted fails."""
         arguments = tuple(
             torch.from_numpy(np.ascontiguousarray(array))
             for array in (ranges.sources, ranges.targets, ranges.sizes)
         )
         event = torch.cuda.Event()
         is_accepted = True
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             try:
                 self._copy_batch(*arguments)
             except RuntimeError:
-                # The first copies of a batch may have been accepted.
+                # The first copies of it may be under way. A broken device fails
+                # elsewhere too.
                 is_accepted = False
-            event.record(stream)
-        return event, arguments, is_accepted
+            event.record(self._stream)
+        transfer_ids = np.unique(ranges.transfer_ids).tolist()
+        self._pending.append(_Batch(transfer_ids, event, arguments, is_accepted))
 
     def poll(self) -> tuple[list[int], list[int]]:
-        """See `CopyEngine`."""
+        """See `CopyQueue`."""
         done: list[int] = []
-        while self._pending and self._pending[0][1].query():
-            done += self._pending.popleft()[0]
-        while self._restores and self._restores[0][0].query():
-            self._restores.popleft()
-        failed, self._failed = self._failed, []
+        failed: list[int] = []
+        while self._pending and self._pending[0].event.query():
+            batch = self._pending.popleft()
+            (done if batch.is_accepted else failed).extend(batch.transfer_ids)
         return done, failed
 
     @property
     def num_pending(self) -> int:
-        """See `CopyEngine`."""
-        return sum(len(transfer_ids) for transfer_ids, _, _ in self._pending)
+        """See `CopyQueue`."""
+        return sum(len(batch.transfer_ids) for batch in self._pending)
 
     def shutdown(self) -> None:
-        """See `CopyEngine`."""
-        self._to_host.synchronize()
-        self._to_device.synchronize()
+        """See `CopyQueue`."""
+        self._stream.synchronize()
+
+
+@dataclass
+class _Batch:
+    """Copies that end together.
+
+    Attributes:
+        transfer_ids: The transfers.
+        event: Behind all copies of the batch.
+        arguments: Must live until then.
+        is_accepted: Whether all copies were submitted.
+    """
+
+    transfer_ids: list[int]
+    event: torch.cuda.Event
+    arguments: tuple[torch.Tensor, ...]
+    is_accepted: bool
