@@ -768,6 +768,12 @@ def test_no_restore_is_made_that_could_be_left_out_once_many_failed() -> None:
         fail(core, copy.transfer_id)
     core.restore_some()
     assert not core.take_update().restores
+    # One that had to be made shows that they do not fail any more.
+    other = cached(core, range(600, 601), "c")
+    core._blocks.give_back(core._take(core.num_free))
+    assert not core.claim("d", other, 1) and restore(core)
+    core.restore_some()
+    assert core.take_update().restores
 
 
 def test_forgetting_all_holds_what_copies_still_read_and_fill() -> None:

@@ -43,6 +43,7 @@ class CopiedFrames(Frames):
         super().__init__(config)
         self._hold, self._unhold, self._unpublish = hold, unhold, unpublish
         self.num_failed = self.num_lost = 0
+        self._lost_in_a_row = 0
         self._to_write: deque[Page] = deque()
         self.transfers = Transfers(config.num_ranks)
 
@@ -160,11 +161,13 @@ class CopiedFrames(Frames):
         if copy.latent_blocks:
             self._gain_latents(page, copy.latent_blocks)
         self._offer(page)
+        self._lost_in_a_row = 0
         return True
 
     def _lose(self, page_id: int) -> None:
         """Let nobody find a page that is not restored; it is computed again."""
         self.num_lost += 1
+        self._lost_in_a_row += 1
         self._unpublish(page_id)
         page = self._pages.get(page_id)
         if page is not None and not page.indexer_block:

@@ -25,7 +25,7 @@ class ResidencyConfig:
         write_back_budget: Write-backs issued in one step.
         restore_budget: Pages restored in one step because there is room.
         max_failures: Failed write-backs after which a page stays on the device, and
-            failed restores after which none is made that could be left out.
+            failed restores in a row after which none is made that could be left out.
     """
 
     num_blocks: int

@@ -426,12 +426,12 @@ class Residency(CopiedFrames):
         Only blocks that nobody gave up a page for: a lease, and a frame for each
         request, stay free. A restored page may be evicted again at once, so this
         costs bandwidth and nothing else. Requests with the least to restore come
-        first, and of a request the page that went last. Where restores fail or take
-        too long, none is made that could be left out.
+        first, and of a request the page that went last. Where restores fail one after
+        the other or take too long, none is made that could be left out.
         """
         config, budget = self.config, self.config.restore_budget
         is_stalled = Direction.TO_DEVICE in self.transfers.stalled
-        if is_stalled or self.num_lost >= config.max_failures:
+        if is_stalled or self._lost_in_a_row >= config.max_failures:
             return
         margin = config.lease_blocks + len(self._requests) * config.frame_blocks
         mixed = (r for r in self._requests.values() if r.host_only)
