@@ -87,14 +87,14 @@ class Server:
         check_integrity(self.residency)
         return self._hits
 
-    def step(self) -> None:
-        """Schedule, and let all copies end."""
+    def step(self, ends: bool = True) -> None:
+        """Schedule, and let all copies that are begun end, or none."""
         output = self.scheduler.schedule()
         for new in output.scheduled_new_reqs:
             self._hits = new.num_computed_tokens
         ids = list(output.num_scheduled_tokens)
         update = output.kv_connector_metadata.update
-        copies = update.write_backs + update.restores
+        copies = update.write_backs + update.restores if ends else []
         acks = HiSparseAcks({copy.transfer_id: {0} for copy in copies})
         requests = [self.scheduler.requests[name] for name in ids]
         result = ModelRunnerOutput(
@@ -204,3 +204,55 @@ def test_a_running_request_that_gets_more_input_is_counted_with_it(
     )
     assert server.residency._promised_pages == 20
     assert server.serve(PROMPT) == 5 * PAGE and not server.residency._promised_pages
+
+
+def test_nobody_overtakes_a_request_whose_pages_come_from_the_host(
+    server: Server,
+) -> None:
+    """They could take its room again and again."""
+    server.serve(PROMPT)
+    server.add(PROMPT)
+    server.add([9] * 5)
+    server.step()
+    assert not server.scheduler.running and len(server.residency._claims) == 1
+    server.step()
+    assert len(server.scheduler.running) == 2 and not server.residency._claims
+    assert server.serve(PROMPT) == 5 * PAGE
+
+
+def test_one_long_step_is_not_a_copy_that_hangs(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that ended meanwhile are only known after the next step."""
+    manager = server.scheduler.kv_cache_manager.hisparse
+    now = [0.0]
+    monkeypatch.setattr(manager, "_clock", lambda: now[0])
+    monkeypatch.setattr(manager, "_seen", 0.0)
+    server.serve(PROMPT)
+    server.add(PROMPT)
+    server.step(ends=False)
+    now[0] += 1_000
+    for _ in range(7):
+        server.step(ends=False)
+    assert not server.residency.transfers.stalled
+    for _ in range(9):
+        now[0] += 1_000
+        server.step(ends=False)
+    assert server.residency.transfers.stalled
+
+
+def test_a_reset_that_is_refused_for_blocks_in_flight_changes_nothing(
+    server: Server,
+) -> None:
+    server.serve(PROMPT)
+    server.add(PROMPT)
+    server.step()
+    assert server.residency._claims
+    pool = server.scheduler.kv_cache_manager.block_pool
+    blocks = pool.get_new_blocks(1)  # as those of an aborted request in flight
+    pages = dict(server.residency._pages)
+    assert not server.scheduler.reset_prefix_cache()
+    assert server.residency._claims and server.residency._pages == pages
+    pool.free_blocks(blocks)
+    assert server.scheduler.reset_prefix_cache()
+    assert not server.residency._claims and not server.residency._pages

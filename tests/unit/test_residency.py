@@ -216,7 +216,8 @@ def fill(core: Residency, blocks: int, name: str = "filler") -> None:
     """Let another request take blocks, whatever has to go for it."""
     count = blocks // core.config.frame_blocks
     core.add_request(name, count)
-    core.append(name, range(1000, 1000 + count))
+    first = 1000 + 100 * len(core._requests)
+    core.append(name, range(first, first + count))
     core.take_update()
 
 
@@ -458,6 +459,38 @@ def test_a_start_becomes_lean_if_the_room_for_a_whole_one_is_gone() -> None:
     check_integrity(core)
 
 
+def test_a_lean_claim_is_made_anew_when_the_last_row_goes() -> None:
+    core = make(141, num_rows=1)
+    hits = lean_hits(core)
+    fill(core, 39, "extra")
+    while not core.claim("b", hits, 1):
+        restore(core)
+    assert core._claims["b"].start is Start.LEAN
+    core._grant_lease(core._requests["other"])
+    assert core.claim("b", hits, 1) and not core.can_start("b", hits, 1)
+    # There is no row yet, but room to start whole.
+    core.release("extra", lambda page: False)
+    assert start(core, hits) is Start.WHOLE
+
+
+def test_a_whole_start_needs_no_spare_lease_that_nobody_can_get() -> None:
+    core = make(41, num_rows=0)
+    hits = cached(core, range(1, 12))
+    fill(core, 3)
+    assert core.num_free < 36 + LEASE
+    assert start(core, hits) is Start.WHOLE
+
+
+def test_a_claim_restores_a_bounded_number_of_pages_in_a_step() -> None:
+    core = make(61, claim_budget=5)
+    hits = cached(core, range(1, 13))
+    to_the_host(core)
+    counts = []
+    while not core.claim("b", hits, 1):
+        counts.append(len(restore(core)))
+    assert counts == [5, 5, 2]
+
+
 def test_a_claim_of_other_pages_replaces_the_old_one() -> None:
     core = make(61)
     hits = cached(core, range(1, 13))
@@ -562,11 +595,14 @@ def test_copies_that_stall_are_not_waited_for() -> None:
     assert core.may_gain_room()
     assert core.give_up_overdue(before_id=1) == {Direction.TO_HOST}
     assert not core.may_gain_room()
-    assert not core.give_up_overdue(before_id=1), "each is noticed once"
+    # Said once, and no more are begun behind it.
+    assert not core.give_up_overdue(before_id=2)
+    core.seal("a", 3)
+    assert not core.take_update().write_backs
     # One that ends shows that they do again.
     core.acknowledge(1, [0])
-    assert core.may_gain_room()
-    assert core.give_up_overdue(before_id=2) == set()
+    assert core.may_gain_room() and len(core.take_update().write_backs) == 1
+    assert core.give_up_overdue(before_id=3) == {Direction.TO_HOST}
 
 
 def test_a_stall_gives_up_pages_that_nobody_owns() -> None:
@@ -597,12 +633,10 @@ def test_a_stall_gives_up_pages_that_nobody_owns() -> None:
 
 def test_a_stall_gives_up_other_pages_when_their_owners_leave() -> None:
     core = make()
-    (transfer,) = run_pages(core, "a", range(1, 4), 1)
-    core.give_up_overdue(before_id=1)
-    # Copies that were begun later end: it alone does not.
-    core.seal("a", 2)
-    (other,) = core.take_update().write_backs
-    core.acknowledge(other.transfer_id, [0])
+    transfer, other = run_pages(core, "a", range(1, 4), 2)
+    core.give_up_overdue(before_id=other)
+    # The copy that was begun later ends: it alone does not.
+    core.acknowledge(other, [0])
     assert core.num_pending == 1 and not core.transfers.stalled
     core.release("a", lambda page: page < 3)
     assert core.num_free == 39 and 1 not in core._pages
@@ -731,17 +765,42 @@ def test_restores_that_take_too_long_are_abandoned_but_their_blocks_are_held() -
 
 
 def test_while_restores_stall_prefixes_on_the_host_are_computed_again() -> None:
+    """Also by who waits for one that was begun later: it goes the same way."""
     core, unpublished = losing()
-    stuck, other = cached(core, range(1, 3)), cached(core, range(11, 14), "c")
+    stuck, later = cached(core, range(1, 3)), cached(core, range(5, 8), "e")
+    other = cached(core, range(11, 14), "c")
     to_the_host(core)
     assert not core.claim("b", stuck, 1)
+    first = core.take_update().restores
+    assert not core.claim("e", later, 1)
     core.take_update()
-    core.give_up_overdue(core.transfers.next_id)
+    core.give_up_overdue(first[-1].transfer_id + 1)
+    assert unpublished == stuck
     free = core.num_free
-    assert not core.claim("d", other, 1)
-    assert unpublished == stuck + other and core.num_free == free
+    assert not core.claim("e", later, 1) and not core.claim("d", other, 1)
+    assert unpublished == stuck + later + other and core.num_free == free
     assert not core.take_update().restores and set(core._claims) == {"b"}
     check_integrity(core)
+    for transfer in list(core.transfers):
+        core.acknowledge(transfer.copy.transfer_id, [0])
+    core.drop_claim("b")
+    assert core.num_free == 100 and not core.transfers.stalled
+    check_integrity(core)
+
+
+def test_while_restores_stall_a_request_starts_lean_if_its_indexers_are_there() -> None:
+    core, unpublished = losing(161)
+    stuck, hits = cached(core, range(60, 61)), cached(core, range(1, 13), "c")
+    to_the_host(core)
+    assert not core.claim("x", stuck, 1)
+    core.take_update()
+    # Indexers only, as after a lean start that is over.
+    for page_id in hits:
+        core._restore(page_id, Start.LEAN)
+    restore(core)
+    core.give_up_overdue(before_id=core.transfers.next_id)
+    assert Direction.TO_DEVICE in core.transfers.stalled
+    assert start(core, hits) is Start.LEAN and unpublished == stuck
 
 
 def test_while_restores_stall_none_is_made_that_could_be_left_out() -> None:

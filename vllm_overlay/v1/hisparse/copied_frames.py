@@ -43,7 +43,7 @@ class CopiedFrames(Frames):
         super().__init__(config)
         self._hold, self._unhold, self._unpublish = hold, unhold, unpublish
         self.num_failed = self.num_lost = 0
-        self._lost_in_a_row = 0
+        self._failed_restores = 0  # since the last one that was completed
         self._to_write: deque[Page] = deque()
         self.transfers = Transfers(config.num_ranks)
 
@@ -154,6 +154,7 @@ class CopiedFrames(Frames):
             blocks = (copy.indexer_block, *copy.latent_blocks)
             self._blocks.give_back([block for block in blocks if block != NULL_BLOCK])
             if not transfer.is_abandoned:
+                self._failed_restores += 1
                 self._lose(page.page_id)
             return False
         if copy.indexer_block:
@@ -161,15 +162,16 @@ class CopiedFrames(Frames):
         if copy.latent_blocks:
             self._gain_latents(page, copy.latent_blocks)
         self._offer(page)
-        self._lost_in_a_row = 0
+        self._failed_restores = 0
         return True
 
     def _lose(self, page_id: int) -> None:
         """Let nobody find a page that is not restored; it is computed again."""
         self.num_lost += 1
-        self._lost_in_a_row += 1
         self._unpublish(page_id)
         page = self._pages.get(page_id)
+        if page is not None and page.transfer is not None:
+            self.transfers.abandon(page.transfer)
         if page is not None and not page.indexer_block:
             self._drop(page)
         elif page is not None:
@@ -195,14 +197,13 @@ class CopiedFrames(Frames):
             before_id: Copies with ids before this one take too long.
 
         Returns:
-            Directions in which there were such copies.
+            Directions in which none was too long before.
         """
-        overdue = self.transfers.take_overdue(before_id)
-        for transfer in overdue:
+        before = set(self.transfers.stalled)
+        for transfer in self.transfers.take_overdue(before_id):
             if transfer.restored and not transfer.is_abandoned:
-                self.transfers.abandon(transfer)
                 self._lose(transfer.page.page_id)
-        ways = {transfer.direction for transfer in overdue}
+        ways = self.transfers.stalled - before
         if Direction.TO_HOST in ways:
             not_clean = [p for p in self._pages.values() if p.state != PageState.CLEAN]
             for page in not_clean:
@@ -225,6 +226,12 @@ class CopiedFrames(Frames):
         if page.transfer is not None:
             self.transfers.abandon(page.transfer)
         self._drop(page)
+
+    @property
+    def num_held(self) -> int:
+        """Host pages that copies hold, under way or queued."""
+        held = {transfer.copy.page_id for transfer in self.transfers}
+        return len(held.union(page.page_id for page in self._to_write))
 
     @property
     def abandoned_pages(self) -> list[int]:

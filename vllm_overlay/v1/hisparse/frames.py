@@ -24,6 +24,7 @@ class ResidencyConfig:
         num_ranks: Ranks that acknowledge each copy.
         write_back_budget: Write-backs issued in one step.
         restore_budget: Pages restored in one step because there is room.
+        claim_budget: Pages restored in one step for one waiting request.
         max_failures: Failed write-backs after which a page stays on the device, and
             failed restores in a row after which none is made that could be left out.
     """
@@ -37,6 +38,7 @@ class ResidencyConfig:
     num_ranks: int = 1
     write_back_budget: int = 1 << 30
     restore_budget: int = 16
+    claim_budget: int = 1024
     max_failures: int = 3
 
     @property

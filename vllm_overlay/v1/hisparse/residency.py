@@ -87,7 +87,7 @@ class Residency(CopiedFrames):
 
         Each step takes the request whose conversion frees most; it gets its lease
         before any of its pages may go (R2). One lease more is kept free, or nobody
-        could be converted; it is given up only when no copy is under way that
+        could be converted; it is given up only when no write-back is under way that
         would make room. If that is not enough, claims go: all of them for a running
         request; for a waiting one those that nobody before it has asked for in this
         step, or two could take turns in taking each other's.
@@ -290,11 +290,10 @@ class Residency(CopiedFrames):
             num_new: Pages that it will allocate besides, at least.
 
         Returns:
-            Whether nothing has to be waited for. That it can start is not said: ask
-            `can_start` then.
+            Whether no page has to be waited for. If so, ask `can_start`.
         """
         claim = self._claims.get(request_id)
-        if claim is not None and claim.page_ids != page_ids:
+        if claim is not None and not self._is_valid(claim, page_ids):
             self.drop_claim(request_id)
             claim = None
         if claim is None:
@@ -308,19 +307,28 @@ class Residency(CopiedFrames):
         self._mark(request_id, claim)
         missing = [p for p in page_ids if not self._is_ready(p, claim.start)]
         todo = [p for p in missing if not self._has_transfer(p)]
-        if todo and Direction.TO_DEVICE in self.transfers.stalled:
+        if missing and self._is_stalled:
             self.drop_claim(request_id)
-            for page_id in todo:
+            for page_id in missing:
                 self._lose(page_id)
         elif todo:
             cost = self.cost_of_hits(todo, claim.start)
             if not self.make_room(cost, is_waiting=True):
                 self.drop_claim(request_id)
                 return True
-            for page_id in todo:
+            for page_id in todo[: self.config.claim_budget]:
                 self._restore(page_id, claim.start)
             self._mark(request_id, claim)
         return not missing
+
+    def _is_valid(self, claim: Claim, page_ids: list[int]) -> bool:
+        """Whether a claim is still of the right pages, and can still be redeemed."""
+        has_row = claim.start is Start.WHOLE or bool(self._free_rows)
+        return claim.page_ids == page_ids and has_row
+
+    @property
+    def _is_stalled(self) -> bool:
+        return Direction.TO_DEVICE in self.transfers.stalled
 
     def _mark(self, request_id: str, claim: Claim) -> None:
         """Keep what there is of claimed pages."""
@@ -344,7 +352,7 @@ class Residency(CopiedFrames):
 
         Args:
             request_id: A running one, or a waiting one.
-            page_ids: The pages that a waiting one has claimed.
+            page_ids: The pages that a waiting one has claimed; they are there.
             num_new: Pages that it allocates.
 
         Returns:
@@ -355,8 +363,6 @@ class Residency(CopiedFrames):
             return self.make_room(new, request_id not in self._requests)
         claim = self._claims.get(request_id)
         if claim is None or claim.page_ids != page_ids:
-            return False
-        if not all(self._is_ready(page_id, claim.start) for page_id in page_ids):
             return False
         if claim.start is Start.WHOLE:
             if self.make_room(new, is_waiting=True):
@@ -384,8 +390,11 @@ class Residency(CopiedFrames):
     def _choose_start(self, page_ids: list[int], num_new: int) -> Start | None:
         new = num_new * self.config.frame_blocks
         whole, lean = (new + self.cost_of_hits(page_ids, start) for start in Start)
-        is_roomy = self.num_free >= whole + self.config.lease_blocks
-        start = Start.WHOLE if is_roomy or whole <= lean else Start.LEAN
+        spare = self.config.lease_blocks if self._free_rows else 0
+        is_whole = self.num_free >= whole + spare or whole <= lean
+        if self._is_stalled and self._free_rows:
+            is_whole = all(self._is_ready(page_id, Start.WHOLE) for page_id in page_ids)
+        start = Start.WHOLE if is_whole else Start.LEAN
         # Making room takes evictable frames, maybe of these hits: then they cost
         # more, and one more turn pays for it.
         for _ in range(2):
@@ -430,8 +439,7 @@ class Residency(CopiedFrames):
         the other or take too long, none is made that could be left out.
         """
         config, budget = self.config, self.config.restore_budget
-        is_stalled = Direction.TO_DEVICE in self.transfers.stalled
-        if is_stalled or self._lost_in_a_row >= config.max_failures:
+        if self._is_stalled or self._failed_restores >= config.max_failures:
             return
         margin = config.lease_blocks + len(self._requests) * config.frame_blocks
         mixed = (r for r in self._requests.values() if r.host_only)
@@ -446,8 +454,9 @@ class Residency(CopiedFrames):
     def take_update(self) -> StepUpdate:
         """Hand out everything that changed since the last call, once in each step."""
         self._turn += 1
-        for _ in range(min(self.config.write_back_budget, len(self._to_write))):
-            self._issue(self._to_write.popleft())
+        if Direction.TO_HOST not in self.transfers.stalled:
+            for _ in range(min(self.config.write_back_budget, len(self._to_write))):
+                self._issue(self._to_write.popleft())
         update, self._update = self._update, StepUpdate()
         for request_id, change in update.requests.items():
             request = self._requests[request_id]

@@ -25,7 +25,7 @@ class Transfers:
         self._under_way: dict[int, Transfer] = {}
         self._num_pending = dict.fromkeys(Direction, 0)
         self.stalled: set[Direction] = set()
-        self.next_id = 0
+        self.next_id = self._next_overdue = 0
 
     def __iter__(self) -> Iterator[Transfer]:
         return iter(self._under_way.values())
@@ -89,12 +89,10 @@ class Transfers:
 
     def take_overdue(self, before_id: int) -> list[Transfer]:
         """Copies with ids before this one, each once: they take too long."""
-        overdue = []
-        for transfer_id, transfer in self._under_way.items():
-            if transfer_id >= before_id:
-                break
-            if not transfer.is_overdue:
-                transfer.is_overdue = True
-                self.stalled.add(transfer.direction)
-                overdue.append(transfer)
+        ids = range(self._next_overdue, before_id)
+        overdue = [self._under_way[n] for n in ids if n in self._under_way]
+        self._next_overdue = max(self._next_overdue, before_id)
+        for transfer in overdue:
+            transfer.is_overdue = True
+            self.stalled.add(transfer.direction)
         return overdue

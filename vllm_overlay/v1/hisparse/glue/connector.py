@@ -95,7 +95,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         coordinator = kv_cache_manager.coordinator
         (manager,) = coordinator.single_type_managers
         assert isinstance(manager, HiSparseManager)
-        manager.bind_coordinator(coordinator)
+        manager.num_reprefillable_tokens = coordinator.num_reprefillable_tokens
         self._manager = kv_cache_manager.hisparse = manager
 
     @property
@@ -107,9 +107,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """No tokens of its own, or None: the request is looked at again next step."""
-        is_ready = self.manager.prepare_prefix(request, num_computed_tokens)
-        return (0 if is_ready else None), False
+        return 0, False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int

@@ -9,7 +9,6 @@ request a frame on the device, and answers "does it fit" for both pools.
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
@@ -30,14 +29,13 @@ from ..pages import Direction, Place
 from ..residency import Residency
 from .spec import HiSparsePageSpec
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-    from vllm.v1.request import Request
-
 logger = init_logger(__name__)
 
 # More blocks than any host pool has: vLLM compares it with its free blocks.
 DOES_NOT_FIT = 1 << 62
+
+# Steps that a copy is waited for, however long they take.
+MIN_STEPS_WAITED = 8
 
 _CONSEQUENCES = {
     Direction.TO_HOST: "requests that need room are preempted, and pages of finished "
@@ -74,21 +72,16 @@ class HiSparseManager(FullAttentionManager):
         )
         self._clock = time.monotonic
         self._timeout_s = kv_cache_spec.transfer_timeout_s
-        # When steps began, and the id that the next copy had then; copies with ids
-        # before the last one take too long.
+        # When steps began, in seconds waited, and the id that the next copy had then;
+        # copies with ids before the last one take too long.
         self._steps: deque[tuple[float, int]] = deque()
         self._overdue_before = 0
+        self._seen, self._waited_s = self._clock(), 0.0
         self._counted_hits = (0, 0)
         self._promised_pages: dict[str, int] = {}
         self._known: set[str] = set()
-        self._coordinator: KVCacheCoordinator | None = None
         # Computed tokens that a multi-module drafter may still write again (R6).
         self.num_reprefillable_tokens = 0
-
-    def bind_coordinator(self, coordinator: "KVCacheCoordinator") -> None:
-        """Get to know who finds prefixes, once."""
-        self._coordinator = coordinator
-        self.num_reprefillable_tokens = coordinator.num_reprefillable_tokens
 
     # --- references of copies in flight (R5) ------------------------------------
 
@@ -132,35 +125,18 @@ class HiSparseManager(FullAttentionManager):
             elif self.residency.can_admit(num_pages):
                 self._promised_pages[request_id] = num_pages
             else:
+                self.residency.drop_claim(request_id)
                 return DOES_NOT_FIT
             return host_pages
         new = max(num_pages - held - len(new_computed_blocks), 0)
         hits = [block.block_id for block in new_computed_blocks]
-        if (new or hits) and not self.residency.can_start(request_id, hits, new):
+        if not new and not hits:
+            return host_pages
+        # While pages of its prefix come from the host it stays first in its queue.
+        is_ready = self.residency.claim(request_id, hits, new)
+        if not is_ready or not self.residency.can_start(request_id, hits, new):
             return DOES_NOT_FIT
         return host_pages
-
-    def prepare_prefix(self, request: "Request", num_hit_tokens: int) -> bool:
-        """Get a waiting request's prefix ready on the device, asked in each step.
-
-        Args:
-            request: Is looked at now by the scheduler.
-            num_hit_tokens: Its prefix hits.
-
-        Returns:
-            Whether the scheduler may go on with it; if not, pages are on their way.
-        """
-        hits: list[int] = []
-        num_pages = cdiv(request.num_tokens, self.block_size)
-        if num_hit_tokens and self.residency.can_admit(num_pages):
-            assert self._coordinator is not None
-            found = self._coordinator.find_longest_cache_hit(
-                request.block_hashes, request.num_tokens - 1
-            )
-            hits = [
-                b.block_id for b in found[0][0][: num_hit_tokens // self.block_size]
-            ]
-        return self.residency.claim(request.request_id, hits, num_new=1)
 
     def add_local_computed_blocks(
         self,
@@ -213,11 +189,15 @@ class HiSparseManager(FullAttentionManager):
 
     def _watch_copies(self) -> None:
         """Stop waiting for copies that take too long."""
+        # One long step, or a machine that was asleep, is not a copy that hangs: what
+        # has ended meanwhile is only known after the next one.
         now, steps = self._clock(), self._steps
+        self._waited_s += min(now - self._seen, self._timeout_s / MIN_STEPS_WAITED)
+        self._seen = now
         next_id = self.residency.transfers.next_id
         if not steps or steps[-1][1] != next_id:
-            steps.append((now, next_id))
-        while steps and now - steps[0][0] > self._timeout_s:
+            steps.append((self._waited_s, next_id))
+        while steps and self._waited_s - steps[0][0] > self._timeout_s:
             _, self._overdue_before = steps.popleft()
         for way in self.residency.give_up_overdue(self._overdue_before):
             logger.warning(
@@ -323,8 +303,10 @@ class HiSparseManager(FullAttentionManager):
         A reset that is refused changes nothing. Copies under way do not stand in its
         way: their host pages count as free for the moment of the reset.
         """
-        if self._known:
-            return self.block_pool.reset_prefix_cache()
+        pool = self.block_pool
+        num_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        if self._known or num_used > self.residency.num_held:
+            return pool.reset_prefix_cache()
         self.residency.forget_all()
         held = self.residency.abandoned_pages
         for page_id in held:

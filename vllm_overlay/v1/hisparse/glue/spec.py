@@ -20,7 +20,7 @@ class HiSparsePageSpec(MLAAttentionSpec):
     Attributes:
         plan: sizes of both pools, of leases and of pages.
         num_ranks: workers that must acknowledge a copy (R1).
-        transfer_timeout_s: seconds without progress after which copies under way are
+        transfer_timeout_s: seconds after which copies under way are
             not waited for any more.
     """
 
