@@ -30,6 +30,7 @@ from vllm.v1.core.kv_cache_utils import (  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.hisparse.glue.connector import HiSparseAcks  # noqa: E402
 from vllm.v1.hisparse.integrity import check_integrity  # noqa: E402
+from vllm.v1.hisparse.messages import PageCopy  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
@@ -63,6 +64,7 @@ class Server:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(PAGE, sha256)
         self._count = self._hits = 0
+        self._begun: list[PageCopy] = []
 
     def add(self, tokens: list[int], **key: Any) -> None:
         """Submit a request."""
@@ -94,7 +96,8 @@ class Server:
             self._hits = new.num_computed_tokens
         ids = list(output.num_scheduled_tokens)
         update = output.kv_connector_metadata.update
-        copies = update.write_backs + update.restores if ends else []
+        self._begun += update.write_backs + update.restores
+        copies, self._begun = (self._begun, []) if ends else ([], self._begun)
         acks = HiSparseAcks({copy.transfer_id: {0} for copy in copies})
         requests = [self.scheduler.requests[name] for name in ids]
         result = ModelRunnerOutput(
@@ -174,17 +177,19 @@ def test_pages_before_an_image_are_shared_and_those_behind_it_are_not(
     assert again == [5 * PAGE] * 2
 
 
-def test_a_request_that_is_not_admitted_claims_nothing(
+def test_a_request_that_is_not_admitted_has_no_claim(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What others need for their steady state is not taken for it."""
     server.serve(PROMPT)
     server.add(PROMPT)
+    server.step(ends=False)
+    assert server.residency._claims
     with monkeypatch.context() as patch:
         patch.setattr(server.residency, "can_admit", lambda num_pages: False)
-        server.step()
-        assert not server.residency._claims and not server.residency._pages
-    server.step()
+        server.step(ends=False)
+        assert not server.residency._claims
+    server.step(ends=False)
     assert server.residency._claims and not server.scheduler.running
     assert server.serve(PROMPT) == 5 * PAGE
 

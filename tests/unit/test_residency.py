@@ -651,13 +651,14 @@ def test_a_request_that_is_sent_again_has_all_its_entries_and_its_lease() -> Non
     fill(core, 69, "other")
     assert start(core, hits[:11]) is Start.LEAN
     first = core.take_update().requests["b"]
-    core.append("b", [501])
-    core.resend("b")
-    # Also what changes in the same step is named once.
     core.release("other", lambda page: False)
     core.restore_some()
-    restore(core)
+    restores = core.take_update().restores
+    core.append("b", [501])
     core.resend("b")
+    # What changes in the same step is named once.
+    for copy in restores:
+        core.acknowledge(copy.transfer_id, [0])
     again = core.take_update().requests["b"]
     assert again.start == first.start == 0 and not again.changed
     assert len(again.entries) == len(first.entries) + 1

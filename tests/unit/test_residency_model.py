@@ -143,7 +143,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         request.pages += pages
 
     @precondition(lambda self: len(self.waiting) < 3)
-    @rule(prefix=st.integers(0, 2), length=st.integers(2, 9))
+    @rule(prefix=st.integers(0, 1), length=st.integers(2, 9))
     def submit(self, prefix: int, length: int) -> None:
         self.counter += 1
         self.waiting[f"r{self.counter}"] = (prefix, length)
