@@ -4,7 +4,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -70,8 +70,18 @@ def num_held_pages(engine: Engine) -> int:
     return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
+def at_most(steps: int) -> Callable[[], None]:
+    """A hook that ends a test in which no request gets on any more."""
+    count = itertools.count()
+
+    def hook() -> None:
+        assert next(count) < steps, "requests do not get on"
+
+    return hook
+
+
 def equal(engine: Engine, expected: list) -> bool:
-    actual = engine.generate(PROMPTS, ANSWER)
+    actual = engine.generate(PROMPTS, ANSWER, each_step=at_most(5_000))
     return all(g.same_output(w) for g, w in zip(actual, expected, strict=True))
 
 
@@ -137,7 +147,8 @@ def restoring(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Engi
 
 def cached_tokens(engine: Engine, expected: list, chosen: tuple[int, ...]) -> list[int]:
     """Prompt tokens that were not computed, of prompts that have the right answers."""
-    got = engine.generate([PROMPTS[i] for i in chosen], ANSWER, forget=False)
+    prompts, limit = [PROMPTS[i] for i in chosen], at_most(5_000)
+    got = engine.generate(prompts, ANSWER, forget=False, each_step=limit)
     assert all(g.same_output(expected[i]) for i, g in zip(chosen, got, strict=True))
     return [generation.num_cached_tokens for generation in got]
 
