@@ -38,7 +38,7 @@ class Direction(Enum):
     TO_DEVICE = "from the host"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Transfer:
     """A copy of a page that some rank has not ended.
 
@@ -67,7 +67,7 @@ class Transfer:
         return self.copy if self.direction is Direction.TO_DEVICE else None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Page:
     """A page that has a frame; one without is clean and on the host only.
 
@@ -113,7 +113,7 @@ class Page:
         return bool(self.latent_blocks if needs_latents else self.indexer_block)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RequestPages:
     """A running request.
 
@@ -139,7 +139,7 @@ class RequestPages:
     lease: HotLease | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Claim:
     """Pages with the prefix of a waiting request; they stay until it starts.
 
