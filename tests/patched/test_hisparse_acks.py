@@ -8,6 +8,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.hisparse.glue.connector import HiSparseAcks
 from vllm.v1.hisparse.glue.manager import HiSparseManager
+from vllm.v1.hisparse.glue.worker import HiSparseWorker
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 
@@ -60,3 +61,19 @@ def test_pages_of_one_step_are_given_back_tail_first() -> None:
     )
     manager.acknowledge({3: {0}, 5: {0}, 4: {0}}, {})
     assert calls == [5, 4, 3]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_ended_one_copy_of_a_step_has_not_ended_the_others(
+    fails: bool,
+) -> None:
+    """Each copy has a set of its own, from the worker on."""
+    worker = object.__new__(HiSparseWorker)
+    worker.rank = 0
+    ended = ([], [1, 2]) if fails else ([1, 2], [])
+    worker.copier = SimpleNamespace(poll=lambda: ended)
+    theirs = {2: {1}}
+    other = HiSparseAcks(failed=theirs) if fails else HiSparseAcks(theirs)
+    united = HiSparseAcks(*worker.take_acks()).aggregate(other)
+    found = united.failed if fails else united.done
+    assert found == {1: {0}, 2: {0, 1}}

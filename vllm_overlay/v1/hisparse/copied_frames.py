@@ -219,8 +219,8 @@ class CopiedFrames(Frames):
     def _forget(self, page: Page) -> None:
         """Drop a page whatever it waits for.
 
-        A copy of it may still be under way: host page and blocks are held until it
-        ends.
+        A copy of it may still be under way: its host page, and blocks that it fills,
+        are held until it ends.
         """
         self._cancel(page)
         if page.transfer is not None:

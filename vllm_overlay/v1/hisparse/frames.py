@@ -55,7 +55,7 @@ class ResidencyConfig:
 class Frames:
     """Pages that have something on the device, in the blocks of one pool.
 
-    A base of `Residency`, which knows the requests and the copies.
+    A base of `CopiedFrames`, which knows the copies, and of `Residency`.
 
     Args:
         config: Sizes.

@@ -104,8 +104,11 @@ class HiSparseWorker:
 
     def take_acks(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
         """Ranks of copies that completed, and that failed, since the last call."""
-        done, failed = self.copier.poll()
-        return dict.fromkeys(done, {self.rank}), dict.fromkeys(failed, {self.rank})
+        done, failed = (
+            {transfer_id: {self.rank} for transfer_id in ended}
+            for ended in self.copier.poll()
+        )
+        return done, failed
 
     def take_counters(self) -> dict[str, int]:
         """Increments of `metrics.WORKER_COUNTERS` since the last call.
