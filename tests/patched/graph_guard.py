@@ -99,7 +99,8 @@ class GraphGuard(TorchDispatchMode):
                 patch.setattr(resolve_name(path), name, refusal, raising=False)
         for kind, names in _GENERIC.items():
             methods = {name: _refuse(f"waits: {name}") for name in names}
-            patch.setattr(torch, kind, type(kind, (getattr(torch, kind),), methods))
+            # Not torch.Event itself: vLLM's CPU runner leaves a stand-in there.
+            patch.setattr(torch, kind, type(kind, (getattr(torch._C, kind),), methods))
         for path, names in _HOST_DATA.items():
             for name in names:
                 original = getattr(resolve_name(path), name)

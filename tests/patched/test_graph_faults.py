@@ -63,6 +63,18 @@ def test_reads_and_waits_are_refused_between_steps_too(fault, decoding) -> None:
         fault(step.topk)
 
 
+def test_waiting_is_refused_where_a_cpu_engine_replaced_events(monkeypatch) -> None:
+    """vLLM's CPU runner does so for the process, with methods of each instance."""
+
+    class Placeholder:
+        def __init__(self) -> None:
+            self.synchronize = lambda: None
+
+    monkeypatch.setattr(torch, "Event", Placeholder)
+    with GraphGuard([]), pytest.raises(NotInAGraphError, match="waits: synchronize"):
+        torch.Event().synchronize()
+
+
 @pytest.mark.parametrize("name", ["tensor", "as_tensor", "new_tensor", "copy", "to"])
 def test_copies_that_wait_are_refused_between_steps(decoding, name) -> None:
     step = decoding()
