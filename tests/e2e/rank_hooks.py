@@ -26,6 +26,16 @@ class RankHooks:
         for queue in (copier.to_host, copier.to_device):
             queue.delay_steps = steps_by_rank[self._hisparse.rank]
 
+    def hisparse_leave_out(self, is_on: bool) -> None:
+        """Let each rank end a part of its due copies in a step, each another part."""
+        copier, rank = self._hisparse.copier, self._hisparse.rank
+        for queue in (copier.to_host, copier.to_device):
+
+            def leaves_out(transfer_id: int, queue: Any = queue) -> bool:
+                return is_on and (transfer_id + rank + queue._step) % 3 == 0
+
+            queue.never = leaves_out
+
     def hisparse_misses(self) -> int:
         """Rows that this rank fetched from its host pool so far."""
         return int(self._hisparse.buffers.counters[..., 1].sum())

@@ -140,6 +140,16 @@ def test_a_late_rank_changes_no_bit(late: Run, expected: list[Generation]) -> No
     assert_exact(late, expected)
 
 
+def test_ranks_that_end_different_copies_in_a_step_change_no_bit(
+    on: Engine, expected: list[Generation]
+) -> None:
+    on.llm.collective_rpc("hisparse_leave_out", args=(True,))
+    uneven = run(on, (0, 0))
+    on.llm.collective_rpc("hisparse_leave_out", args=(False,))
+    assert_exact(uneven, expected)
+    assert {len(ranks) for _, ranks, _ in uneven.acks} == {1, 2}
+
+
 def test_a_late_rank_changes_no_bit_with_drafts_in_flight(
     rank_engines: Engines, expected: list[Generation]
 ) -> None:
