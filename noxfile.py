@@ -49,7 +49,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Serve random traffic over pools that are always short, for about an hour."""
+    """Serve random traffic over pools that are always short, for about two hours."""
     os.environ.setdefault("HISPARSE_SOAK_REQUESTS", "2000")
     test = os.path.join("tests", "e2e", "test_hisparse_soak.py")
     _run(session, "tests.py", "-s", "--timeout", "14400", test)

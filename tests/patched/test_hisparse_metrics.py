@@ -58,7 +58,9 @@ def manager() -> HiSparseManager:
     config = ResidencyConfig(num_blocks=20, num_stacks=2, lease_blocks=4, num_rows=2)
     made.residency = Residency(config)
     made._counted_hits, made._known = (0, 0), set()
-    made.block_pool = SimpleNamespace(get_usage=lambda: 0.5)
+    made.block_pool = SimpleNamespace(
+        get_usage=lambda: 0.5, cached_block_hash_to_block=range(7)
+    )
     return made
 
 
@@ -94,6 +96,7 @@ def test_everything_that_is_counted_is_shown_under_its_kind() -> None:
     assert shown.values["vllm:hisparse_prefix_pages_host"] == 9
     assert shown.values["vllm:hisparse_cache_hits"] == 3
     assert shown.values["vllm:hisparse_host_pool_usage"] == 0.5
+    assert shown.values["vllm:hisparse_host_pages_cached"] == 7
 
 
 def test_the_log_line_has_the_hits_of_its_interval() -> None:

@@ -349,6 +349,19 @@ class TestLimits:
         # ... and what it asks for is enough.
         assert configs(on(tiny, 0.01), tiny_specs(), 64 << 20)
 
+    def test_a_host_pool_that_ranks_divide_into_parts_that_are_too_small(
+        self, glm: str
+    ) -> None:
+        config = glm_config(glm, max_model_len=1_048_576)
+        with pytest.raises(ValueError) as error:
+            configs(config, glm_specs(), *[int(24.5 * GIB)] * 8)
+        for part in (
+            "host_pool_gib is 384 GiB, which holds 941,632 tokens of 54,728 B on each "
+            "of 8 ranks; allowed",
+            "at least 427.59 GiB",
+        ):
+            assert part in str(error.value), (part, str(error.value))
+
     def test_auto_fit_finds_the_longest_request(self, tiny: str) -> None:
         config = on(tiny, num_gpu_blocks_override=250, max_model_len=-1)
         assert config.model_config.max_model_len == 4_096

@@ -226,7 +226,7 @@ class HiSparseManager(FullAttentionManager):
         if failed:
             logger.warning_once(
                 "HiSparse: copies between device and host have failed. One to the host "
-                "is tried again, up to %d times, and then its page stays on the device "
+                "is tried %d times in all, and then its page stays on the device "
                 "(failed_transfers counts them); pages that cannot be copied from the "
                 "host are computed again (lost_pages counts them)",
                 self.residency.config.max_failures,
@@ -272,6 +272,7 @@ class HiSparseManager(FullAttentionManager):
         mixed = self.residency.num_leases
         return {
             "host_pool_usage": self.block_pool.get_usage(),
+            "host_pages_cached": len(self.block_pool.cached_block_hash_to_block),
             "pending_transfers": self.residency.num_pending,
             "failed_transfers": self.residency.num_failed,
             "lost_pages": self.residency.num_lost,

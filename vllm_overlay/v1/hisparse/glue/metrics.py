@@ -30,7 +30,8 @@ SCHEDULER_COUNTERS = {
 COUNTERS = {**WORKER_COUNTERS, **SCHEDULER_COUNTERS}
 # Known to the scheduler; the latest value counts.
 GAUGES = {
-    "host_pool_usage": "Share of the host pool that is in use, 0 to 1.",
+    "host_pool_usage": "Share of the host pool that requests and copies hold, 0 to 1.",
+    "host_pages_cached": "Pages of the host pool that prefix hits can find.",
     "pending_transfers": "Page copies that are queued or under way.",
     "failed_transfers": "Write-backs that failed since the start.",
     "lost_pages": "Pages whose restore failed or took too long; they are recomputed.",

@@ -362,12 +362,14 @@ def _check_host_pool(vllm_config: "VllmConfig", pools: PoolPlan) -> None:
     tokens = pools.limits.max_model_len
     if pools.pages(tokens) > pools.num_pages - 1:
         least = _gib_for(vllm_config, pools, tokens)
+        ranks = _num_ranks(vllm_config)
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ValueError(
             "HiSparse: host_pool_gib is "
             f"{settings_of(vllm_config).host_pool_gib:g} GiB, which holds "
-            f"{pools.host_tokens:,} tokens of {pools.device.ideal_token_bytes:,} B; "
-            f"allowed: at least {least:.2f} GiB, for one request of max_model_len "
-            f"{tokens:,} tokens. Remedy: raise host_pool_gib, or lower "
+            f"{pools.host_tokens:,} tokens of {pools.device.ideal_token_bytes:,} B"
+            f"{each}; allowed: at least {least:.2f} GiB, for one request of "
+            f"max_model_len {tokens:,} tokens. Remedy: raise host_pool_gib, or lower "
             "--max-model-len."
         )
 
