@@ -148,6 +148,27 @@ def test_pressure_changes_no_bit(engines: Engines, name: str, expected) -> None:
     engine.assert_drained()
 
 
+def test_a_warm_up_leaves_nothing_behind(
+    engines: Engines, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's worker runs steps of its own before the first, without connectors."""
+    from vllm.v1.hisparse.runtime import resolver
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    engine = with_hisparse(engines, Case("fp32", {"max_num_seqs": 6}, use_kernels=True))
+    worker = engine.core.model_executor.driver_worker.worker
+    with monkeypatch.context() as patch:
+        # Only on the CPU are faults looked at within a step.
+        patch.setattr(resolver, "check_faults", lambda cells: None)
+        warmup_kernels(engine.runner, worker.execute_model, worker.sample_tokens)
+    assert engine.worker.buffers.faults.any(), "its rows have no frames"
+    actual = engine.generate(PROMPTS, NEW_TOKENS)
+    assert engine.hot_misses > 0
+    for got, want in zip(actual, expected("fp32"), strict=True):
+        assert got.same_output(want)
+    engine.assert_drained()
+
+
 def test_state_rows_and_hot_rows_are_reused(engines: Engines, expected) -> None:
     """Other requests, on the rows and blocks that the first ones left."""
     engine = with_hisparse(engines, CASES["fp32"])

@@ -16,6 +16,7 @@ from vllm.envs import disable_envs_cache  # noqa: E402
 from launch_recorder import LaunchRecorder  # noqa: E402
 
 if TYPE_CHECKING:
+    from bare_server import Server
     from decoding import Decoding
 
 
@@ -33,3 +34,21 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Callable[..., Decodin
 
     with LaunchRecorder(run=False):
         yield partial(Decoding, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def dsa_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a configuration with sparse attention."""
+    from hisparse_configs import write_model
+
+    return write_model(tmp_path_factory.mktemp("dsa-model"))
+
+
+@pytest.fixture
+def server(dsa_model: str) -> "Iterator[Server]":
+    """A scheduler with HiSparse, without a model."""
+    from bare_server import Server
+
+    server = Server(dsa_model)
+    yield server
+    server.scheduler.shutdown()

@@ -174,6 +174,7 @@ def _block_tables(world: RuntimeWorld) -> HiSparseBlockTables:
 
 def _worker(world: RuntimeWorld, block_tables: HiSparseBlockTables) -> HiSparseWorker:
     worker = HiSparseWorker.__new__(HiSparseWorker)
+    worker._has_begun = True
     worker._block_tables = block_tables
     to_host, to_device = (
         StreamCopies(torch.device("cuda"), lambda *addresses: None) for _ in range(2)

@@ -116,6 +116,58 @@ def test_pages_of_running_requests_are_counted_by_place() -> None:
     check_integrity(core)
 
 
+def test_no_lease_is_kept_in_reserve_that_nobody_can_get() -> None:
+    """There is no row of hot state; or those who have none would gain nothing."""
+    for num_rows, pages in ((0, 12), (1, 2)):
+        core = make(3 * pages + 4, num_rows=num_rows)
+        run_pages(core, "a", range(1, pages + 1), pages - 1)
+        assert core.num_free == 3 and core.may_gain_room()
+        assert core.make_room(3), num_rows
+
+
+def share(core: Residency, owners: str, shared: int, own: int) -> None:
+    """Let requests have pages in common, all clean, and clean ones of their own."""
+    first = shared + 1
+    for name in owners:
+        if name == owners[0]:
+            run_pages(core, name, range(1, shared + 1), 0)
+        else:
+            hits = list(range(1, shared + 1))
+            assert core.claim(name, hits, own) and core.can_start(name, hits, own)
+            core.add_request(name, shared + own)
+            core.adopt(name, hits)
+        core.append(name, range(first, first + own))
+        first += own
+        core.seal(name, shared + own)
+        for copy in core.take_update().write_backs:
+            core.acknowledge(copy.transfer_id, [0])
+    check_integrity(core)
+
+
+def test_requests_that_can_free_pages_only_together_are_converted_together() -> None:
+    core = make(100)
+    share(core, "abc", shared=20, own=2)
+    # Alone each would get back the four blocks of its lease at most.
+    assert core.num_free == 99 - 60 - 18
+    assert core.make_room(40)
+    assert core.num_leases == 3 and core.num_free == 21 + 2 * 26 - 3 * LEASE
+    check_integrity(core)
+
+
+def test_requests_whose_leases_would_take_more_than_they_free_are_not_converted() -> (
+    None
+):
+    core = make(100, num_rows=9)
+    share(core, "abcdefgh", shared=8, own=1)
+    free = core.num_free
+    assert free == 99 - 24 - 24
+    # There is room, though not for another lease beside it.
+    assert core.make_room(free) and core.num_free == free
+    assert not core.make_room(free + 1)
+    assert not core.num_leases
+    check_integrity(core)
+
+
 def test_shared_page_stays_while_one_owner_has_no_lease() -> None:
     core = make(80)
     for transfer in run_pages(core, "a", range(1, 13), 12):
@@ -714,8 +766,55 @@ def test_a_failed_restore_of_latents_changes_nothing_for_who_has_a_lease() -> No
     free = core.num_free
     for transfer in list(core.transfers):
         fail(core, transfer.copy.transfer_id)
-    assert unpublished == lost and core.num_free == free + STACKS * len(lost)
+    assert lost and core.num_free == free + STACKS * len(lost)
     assert not core.take_update().requests
+    # The page is on the host, where its owner reads it: it is not lost.
+    assert not unpublished and not core.num_lost
+    check_integrity(core)
+
+
+def test_a_restore_that_could_be_left_out_is_tried_three_times_in_all() -> None:
+    """Even while others succeed, which shows that restores work again."""
+    core, unpublished = losing()
+    assert start(core, lean_hits(core)) is Start.LEAN
+    core.take_update()
+    core.release("other", lambda page: False)
+    (bad, *_) = core._requests["b"].host_only.values()
+    tries = 0
+    for _ in range(8):
+        core.restore_some()
+        for copy in core.take_update().restores:
+            is_bad = copy.page_id == bad.page_id
+            tries += is_bad
+            core.acknowledge(copy.transfer_id, [0], has_failed=is_bad)
+    assert tries == 3 and list(core._requests["b"].host_only.values()) == [bad]
+    assert not unpublished
+    check_integrity(core)
+
+
+def test_a_restore_that_could_be_left_out_and_takes_too_long_loses_nothing() -> None:
+    core, unpublished = losing()
+    assert start(core, lean_hits(core)) is Start.LEAN
+    core.take_update()
+    core.release("other", lambda page: False)
+    core.restore_some()
+    assert core.take_update().restores
+    core.give_up_overdue(before_id=core.transfers.next_id)
+    assert not unpublished and not core.num_lost
+    check_integrity(core)
+
+
+def test_a_failed_restore_loses_a_page_that_a_waiting_request_needs() -> None:
+    """Though another one that runs can do without."""
+    core, unpublished = losing()
+    hits = lean_hits(core)
+    assert start(core, hits) is Start.LEAN
+    core.take_update()
+    core.release("other", lambda page: False)
+    assert not core.claim("c", hits, 1)
+    copies = core.take_update().restores
+    fail(core, copies[0].transfer_id)
+    assert unpublished == [copies[0].page_id] and core.num_lost == 1
     check_integrity(core)
 
 

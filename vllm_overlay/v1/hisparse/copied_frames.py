@@ -148,14 +148,15 @@ class CopiedFrames(Frames):
         return False
 
     def _end_restore(self, transfer: Transfer) -> bool:
-        """A restore that failed is not tried again: its page is found no more."""
+        """The page of a restore that failed is found no more, if it was waited for."""
         page, copy = transfer.page, transfer.copy
         if transfer.is_abandoned or transfer.has_failed:
             blocks = (copy.indexer_block, *copy.latent_blocks)
             self._blocks.give_back([block for block in blocks if block != NULL_BLOCK])
             if not transfer.is_abandoned:
                 self._failed_restores += 1
-                self._lose(page.page_id)
+                page.num_failures += 1
+                self._do_without(page)
             return False
         if copy.indexer_block:
             self._gain_indexer(page, copy.indexer_block)
@@ -164,6 +165,15 @@ class CopiedFrames(Frames):
         self._offer(page)
         self._failed_restores = 0
         return True
+
+    def _do_without(self, page: Page) -> None:
+        """Note that what was to be restored of a page does not come."""
+        waiting = [start for start in page.claims.values() if not page.is_ready(start)]
+        if page.owners and not waiting:
+            # Restored because there was room: the owners read it from the host.
+            self._offer(page)
+        else:
+            self._lose(page.page_id)
 
     def _lose(self, page_id: int) -> None:
         """Let nobody find a page that is not restored; it is computed again."""
@@ -178,7 +188,7 @@ class CopiedFrames(Frames):
             self._offer(page)
 
     def _has_failed(self, page: Page) -> bool:
-        """Whether a page cannot be written back, however often it is tried."""
+        """Whether a page cannot be copied, however often it is tried."""
         return page.num_failures >= self.config.max_failures
 
     def _is_hopeless(self, page: Page) -> bool:
@@ -202,7 +212,8 @@ class CopiedFrames(Frames):
         before = set(self.transfers.stalled)
         for transfer in self.transfers.take_overdue(before_id):
             if transfer.restored and not transfer.is_abandoned:
-                self._lose(transfer.page.page_id)
+                self.transfers.abandon(transfer)
+                self._do_without(transfer.page)
         ways = self.transfers.stalled - before
         if Direction.TO_HOST in ways:
             not_clean = [p for p in self._pages.values() if p.state != PageState.CLEAN]
@@ -228,10 +239,9 @@ class CopiedFrames(Frames):
         self._drop(page)
 
     @property
-    def num_held(self) -> int:
-        """Host pages that copies hold, under way or queued."""
-        held = {transfer.copy.page_id for transfer in self.transfers}
-        return len(held.union(page.page_id for page in self._to_write))
+    def num_holds(self) -> int:
+        """References that copies hold to host pages, under way or queued."""
+        return len(list(self.transfers)) + len(self._to_write)
 
     @property
     def abandoned_pages(self) -> list[int]:

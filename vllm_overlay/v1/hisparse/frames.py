@@ -115,6 +115,7 @@ class Frames:
         assert request.request_id not in page.owners, page.page_id
         self._count(page, -1)
         page.owners[request.request_id] = (request, len(request.pages))
+        page.num_unleased += request.lease is None
         self._count(page, 1)
         request.pages.append(page)
         if not page.latent_blocks:
@@ -132,9 +133,8 @@ class Frames:
         """
         if page.state is not PageState.CLEAN or page.transfer is not None:
             return
-        leased = all(owner.lease is not None for owner, _ in page.owners.values())
         is_claimed = Start.WHOLE in page.claims.values()
-        if page.latent_blocks and leased and not is_claimed:
+        if page.latent_blocks and not page.num_unleased and not is_claimed:
             self._evictable_latents[page.page_id] = page
         if page.indexer_block and not page.owners and not page.claims:
             self._evictable_indexers[page.page_id] = page

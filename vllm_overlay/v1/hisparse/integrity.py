@@ -80,6 +80,8 @@ def _check_page(residency: Residency, page: Page) -> None:
     whole = bool(page.indexer_block) and bool(page.latent_blocks)
     if page.state is not PageState.CLEAN:
         assert whole, f"page {page.page_id} lost a frame that is not clean (R1)"
+    unleased = sum(owner.lease is None for owner, _ in page.owners.values())
+    assert page.num_unleased == unleased, (page.page_id, unleased)
     for owner, index in page.owners.values():
         assert owner.pages[index] is page
         assert page.indexer_block, f"page {page.page_id} of a request lost its indexer"

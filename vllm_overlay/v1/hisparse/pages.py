@@ -78,10 +78,11 @@ class Page:
         indexer_block: Block of its indexers, 0 if it is not there.
         latent_blocks: Block of each stack, empty if they are not there.
         owners: Running requests that list the page, each with the page's index there.
+        num_unleased: Those of them that hold no lease.
         claims: Waiting requests that will start with it, and how.
         transfer: The copy of it that is under way, if any.
         is_queued: Waits for its write-back to be issued.
-        num_failures: Write-backs of it that failed.
+        num_failures: Copies of it that failed.
     """
 
     page_id: int
@@ -90,6 +91,7 @@ class Page:
     indexer_block: int
     latent_blocks: tuple[int, ...]
     owners: dict[str, tuple["RequestPages", int]] = field(default_factory=dict)
+    num_unleased: int = 0
     claims: dict[str, Start] = field(default_factory=dict)
     transfer: Transfer | None = None
     is_queued: bool = False
@@ -122,8 +124,10 @@ class RequestPages:
         num_sealed: Leading pages that no step will write again (R6).
         num_sent: Leading pages whose frames the workers know.
         num_promised: Pages that admission counted for it.
-        num_convertible: Clean pages with latents on the device, were it to hold a
-            lease; an estimate where pages are shared.
+        num_convertible: Clean pages with latents on the device.
+        num_shared: What of its pages, in parts, is the share of others that hold no
+            lease either: n requests that share a page can each give up 1/n of it.
+        shared_at: `Residency` counts changes of sharing; its count for `num_shared`.
         host_only: Its pages without latents on the device, by index, in the order
             in which they lost them.
         lease: The hot lease, if it holds one.
@@ -135,6 +139,8 @@ class RequestPages:
     num_sealed: int = 0
     num_sent: int = 0
     num_convertible: int = 0
+    num_shared: float = 0.0
+    shared_at: int = -1
     host_only: dict[int, Page] = field(default_factory=dict)
     lease: HotLease | None = None
 

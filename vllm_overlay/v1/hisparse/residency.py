@@ -48,6 +48,7 @@ class Residency(CopiedFrames):
         self._requests: dict[str, RequestPages] = {}
         self._claims: dict[str, Claim] = {}
         self._turn = 0
+        self._num_sharings = 0  # changes of who shares a page, or holds a lease
         self._promised_pages = 0
 
     # --- capacity -------------------------------------------------------------
@@ -123,23 +124,40 @@ class Residency(CopiedFrames):
         return self.num_free >= blocks and not waits
 
     def _needs_reserve(self) -> bool:
-        """Whether a request without a lease has more to give than a lease takes."""
-        stacks, lease = self.config.num_stacks, self.config.lease_blocks
-        return any(
-            r.lease is None and len(r.pages) * stacks > lease
+        """Whether a request may get a lease, and has more to give than one takes."""
+        return bool(self._free_rows) and any(
+            r.lease is None and self._gain(r, len(r.pages)) > 0
             for r in self._requests.values()
         )
+
+    def _gain(self, request: RequestPages, num_pages: int) -> float:
+        """Blocks that a request's lease frees, if so many of its pages may go.
+
+        A shared page goes when the last owner has a lease: each is credited with a part
+        of it. Requests of which none could free anything by itself are converted
+        together so, and those that would get back less than their leases never.
+        """
+        if request.shared_at != self._num_sharings:
+            request.shared_at = self._num_sharings
+            owners = (page.num_unleased for page in request.pages)
+            request.num_shared = sum(1 - 1 / n for n in owners if n > 1)
+        config = self.config
+        pages = num_pages - request.num_shared
+        return pages * config.num_stacks - config.lease_blocks
 
     def _best_conversion(self) -> RequestPages | None:
         config = self.config
         if not self._free_rows or self.num_free < config.lease_blocks:
             return None
-        candidates = (r for r in self._requests.values() if r.lease is None)
-        best = max(candidates, key=lambda r: r.num_convertible, default=None)
-        if best is None:
+        gains = {
+            r.request_id: self._gain(r, r.num_convertible)
+            for r in self._requests.values()
+            if r.lease is None
+        }
+        best = max(gains, key=gains.__getitem__, default=None)
+        if best is None or gains[best] <= 0:
             return None
-        gain = best.num_convertible * config.num_stacks - config.lease_blocks
-        return best if gain > 0 else None
+        return self._requests[best]
 
     # --- requests -------------------------------------------------------------
 
@@ -199,6 +217,7 @@ class Residency(CopiedFrames):
         self.num_device_hits += len(page_ids) - claim.num_host_hits
         if claim.start is Start.LEAN:
             self._grant_lease(request)
+        self._num_sharings += 1
         for page_id in page_ids:
             page = self._pages[page_id]
             assert page.is_ready(claim.start), page_id
@@ -228,10 +247,12 @@ class Residency(CopiedFrames):
         if request.lease is not None:
             self._blocks.give_back(request.lease.blocks)
             self._free_rows.append(request.lease.row)
+        self._num_sharings += 1
         # Tail first, so that the heads of prefixes stay longest.
         for page in reversed(request.pages):
             self._count(page, -1)
             del page.owners[request_id]
+            page.num_unleased -= request.lease is None
             self._count(page, 1)
             if page.owners:
                 self._offer(page)
@@ -271,7 +292,9 @@ class Residency(CopiedFrames):
         blocks = self._take(self.config.lease_blocks)
         request.lease = HotLease(self._free_rows.pop(), blocks)
         self._changed(request).lease = request.lease
+        self._num_sharings += 1
         for page in reversed(request.pages):
+            page.num_unleased -= 1
             self._offer(page)
 
     # --- waiting requests -------------------------------------------------------
@@ -436,7 +459,8 @@ class Residency(CopiedFrames):
         request, stay free. A restored page may be evicted again at once, so this
         costs bandwidth and nothing else. Requests with the least to restore come
         first, and of a request the page that went last. Where restores fail one after
-        the other or take too long, none is made that could be left out.
+        the other or take too long, none is made that could be left out, and none of a
+        page that has failed too often.
         """
         config, budget = self.config, self.config.restore_budget
         if self._is_stalled or self._failed_restores >= config.max_failures:
@@ -447,7 +471,7 @@ class Residency(CopiedFrames):
             for page in reversed(request.host_only.values()):
                 if not budget or len(self._blocks) < margin + config.num_stacks:
                     return
-                if page.transfer is None:
+                if page.transfer is None and not self._has_failed(page):
                     self._restore(page.page_id, Start.WHOLE)
                     budget -= 1
 

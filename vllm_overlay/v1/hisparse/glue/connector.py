@@ -121,6 +121,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         # New to the workers, or a session that goes on after it waited for input.
         for new in scheduler_output.scheduled_new_reqs:
             residency.resend(new.req_id)
+        self.manager.step_is_scheduled()
         return HiSparseMetadata(residency.take_update())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

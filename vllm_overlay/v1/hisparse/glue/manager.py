@@ -22,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
 
 from ..capacity import PoolPlan
 from ..frames import ResidencyConfig
@@ -80,6 +81,10 @@ class HiSparseManager(FullAttentionManager):
         self._counted_hits = (0, 0)
         self._promised_pages: dict[str, int] = {}
         self._known: set[str] = set()
+        # Of the step that is being scheduled: for requests of which pages were
+        # published, the first of these; and whether a running one was denied pages.
+        self._first_published: dict[str, int] = {}
+        self._has_denied = False
         # Computed tokens that a multi-module drafter may still write again (R6).
         self.num_reprefillable_tokens = 0
 
@@ -132,9 +137,17 @@ class HiSparseManager(FullAttentionManager):
         hits = [block.block_id for block in new_computed_blocks]
         if not new and not hits:
             return host_pages
+        is_running = request_id in self._known
+        if self._has_denied and not is_running:
+            # Or newer requests could take every block that a running one waits for.
+            return DOES_NOT_FIT
+        if host_pages > self.block_pool.get_num_free_blocks():
+            self._has_denied |= is_running
+            return DOES_NOT_FIT
         # While pages of its prefix come from the host it stays first in its queue.
         is_ready = self.residency.claim(request_id, hits, new)
         if not is_ready or not self.residency.can_start(request_id, hits, new):
+            self._has_denied |= is_running
             return DOES_NOT_FIT
         return host_pages
 
@@ -184,6 +197,7 @@ class HiSparseManager(FullAttentionManager):
     def new_step_starts(self) -> None:
         """Use what lies idle before anybody asks for more."""
         super().new_step_starts()
+        self._has_denied = False
         self._watch_copies()
         self.residency.restore_some()
 
@@ -244,8 +258,27 @@ class HiSparseManager(FullAttentionManager):
         settled = max(0, processed_computed_tokens - self.num_reprefillable_tokens)
         self.residency.seal(request_id, settled // self.block_size)
 
+    def cache_blocks(
+        self, request: Request, num_tokens: int, retention_interval: int | None = None
+    ) -> None:
+        """Publish a request's full pages, before the step that fills them has run."""
+        first = self.num_cached_block.get(request.request_id, 0)
+        super().cache_blocks(request, num_tokens, retention_interval)
+        if self.num_cached_block.get(request.request_id, 0) > first:
+            self._first_published[request.request_id] = first
+
+    def step_is_scheduled(self) -> None:
+        """The step will run: it fills the pages that were published for it."""
+        self._first_published.clear()
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._promised_pages.pop(request_id, None)
+        first = self._first_published.pop(request_id, None)
+        if first is not None:
+            # Preempted in the step that was to fill them; vLLM 0.29.0 leaves such
+            # pages to prefix hits.
+            unfilled = self.req_to_blocks[request_id][first:]
+            self.block_pool.evict_blocks({block.block_id for block in unfilled})
         if request_id in self._known:
             self._known.remove(request_id)
             self.residency.release(request_id, self._is_published)
@@ -305,8 +338,8 @@ class HiSparseManager(FullAttentionManager):
         way: their host pages count as free for the moment of the reset.
         """
         pool = self.block_pool
-        num_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        if self._known or num_used > self.residency.num_held:
+        num_references = sum(block.ref_cnt for block in pool.blocks[1:])
+        if self._known or num_references > self.residency.num_holds:
             return pool.reset_prefix_cache()
         self.residency.forget_all()
         held = self.residency.abandoned_pages

@@ -19,7 +19,8 @@ WORKER_COUNTERS = {
     "cache_misses": "Distinct selected rows fetched from the host pool.",
     "shared_misses": "Misses that another query row of the request had as well.",
     "overflow_rows": "Fetched rows that found no place in the hot buffer.",
-    "host_to_device_bytes": "Bytes of fetched rows and restored pages, all ranks.",
+    "host_to_device_bytes": "Bytes of fetched rows and restored pages, all ranks; "
+    "without what prefills stage.",
     "device_to_host_bytes": "Bytes of pages written back to host pools, all ranks.",
 }
 # And by the scheduler.

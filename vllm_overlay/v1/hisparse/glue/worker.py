@@ -59,6 +59,7 @@ class HiSparseWorker:
         to_host, to_device = (_copy_queue(self.slab.device) for _ in range(2))
         self.copier = PageCopier(plan.device, self.slab, self.host, to_host, to_device)
         self.units: list[UnitResolver] = []
+        self._has_begun = False
 
     def bind(self, block_tables: HiSparseBlockTables) -> None:
         """Give the layers their resolvers."""
@@ -96,6 +97,10 @@ class HiSparseWorker:
             state_rows: State row of each request on this worker.
             counts: Tokens of the step by state row, in the order of the batch.
         """
+        if not self._has_begun:
+            # vLLM's warm-up runs steps whose requests have no frames.
+            self._has_begun = True
+            self.buffers.forget_counts()
         tables = self._block_tables.tables
         tables.apply(update, state_rows)
         self._block_tables.next_shape = tables.begin_step(counts)

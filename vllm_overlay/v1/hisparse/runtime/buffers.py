@@ -25,7 +25,7 @@ class ResolverBuffers:
         used: int8 ``[R, H]``, zero between launches; R requests at most.
         scratch: int32, of `assign`.
         plan: Rows to fetch for the step's decoding requests.
-        counters: int64 ``[U, R, NUM_COUNTERS]``, never reset.
+        counters: int64 ``[U, R, NUM_COUNTERS]``, counted up while serving.
         faults: int32 ``[NUM_FAULTS]``, zero unless something is broken.
         marks: int8 ``[R, P]``, zero between launches.
         staging_index: int32 ``[R, P]``.
@@ -55,6 +55,11 @@ class ResolverBuffers:
         self.faults = torch.zeros(NUM_FAULTS, **int32)
         self.marks = torch.zeros((requests, num_pages), dtype=torch.int8, device=device)
         self.staging_index = torch.empty((requests, num_pages), **int32)
+
+    def forget_counts(self) -> None:
+        """Count hits, misses and faults from here on."""
+        self.counters.zero_()
+        self.faults.zero_()
 
     def outputs(
         self, num_stacks: int, num_tokens: int
