@@ -14,6 +14,7 @@ proportional to what changed in it, not to the length of any context.
 
 from collections.abc import Callable, Iterable
 from heapq import nlargest
+from itertools import takewhile
 
 from .copied_frames import CopiedFrames, ignore
 from .frames import ResidencyConfig
@@ -139,7 +140,9 @@ class Residency(CopiedFrames):
         """
         if request.shared_at != self._num_sharings:
             request.shared_at = self._num_sharings
-            owners = (page.num_unleased for page in request.pages)
+            # What requests share is where they begin.
+            shared = takewhile(lambda page: len(page.owners) > 1, request.pages)
+            owners = (page.num_unleased for page in shared)
             request.num_shared = sum(1 - 1 / n for n in owners if n > 1)
         config = self.config
         pages = num_pages - request.num_shared

@@ -195,11 +195,9 @@ class HiSparseManager(FullAttentionManager):
             self.residency.add_request(request_id, max(promised, num_pages))
 
     def new_step_starts(self) -> None:
-        """Use what lies idle before anybody asks for more."""
         super().new_step_starts()
         self._has_denied = False
         self._watch_copies()
-        self.residency.restore_some()
 
     def _watch_copies(self) -> None:
         """Stop waiting for copies that take too long."""
@@ -268,8 +266,9 @@ class HiSparseManager(FullAttentionManager):
             self._first_published[request.request_id] = first
 
     def step_is_scheduled(self) -> None:
-        """The step will run: it fills the pages that were published for it."""
+        """Nobody asks for more in this step, and it fills what it has published."""
         self._first_published.clear()
+        self.residency.restore_some()
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._promised_pages.pop(request_id, None)
