@@ -125,14 +125,13 @@ def test_no_lease_is_kept_in_reserve_that_nobody_can_get() -> None:
         assert core.make_room(3), num_rows
 
 
-def share(core: Residency, owners: str, shared: int, own: int) -> None:
-    """Let requests have pages in common, all clean, and clean ones of their own."""
-    first = shared + 1
-    for name in owners:
-        if name == owners[0]:
+def share(core: Residency, shared: int, owners: dict[str, int]) -> None:
+    """Let requests have pages in common, and so many of their own; all are clean."""
+    first, hits = shared + 1, list(range(1, shared + 1))
+    for name, own in owners.items():
+        if not core._requests:
             run_pages(core, name, range(1, shared + 1), 0)
         else:
-            hits = list(range(1, shared + 1))
             assert core.claim(name, hits, own) and core.can_start(name, hits, own)
             core.add_request(name, shared + own)
             core.adopt(name, hits)
@@ -146,7 +145,7 @@ def share(core: Residency, owners: str, shared: int, own: int) -> None:
 
 def test_requests_that_can_free_pages_only_together_are_converted_together() -> None:
     core = make(100)
-    share(core, "abc", shared=20, own=2)
+    share(core, 20, dict.fromkeys("abc", 2))
     # Alone each would get back the four blocks of its lease at most.
     assert core.num_free == 99 - 60 - 18
     assert core.make_room(40)
@@ -158,13 +157,23 @@ def test_requests_whose_leases_would_take_more_than_they_free_are_not_converted(
     None
 ):
     core = make(100, num_rows=9)
-    share(core, "abcdefgh", shared=8, own=1)
+    share(core, 8, dict.fromkeys("abcdefgh", 1))
     free = core.num_free
     assert free == 99 - 24 - 24
     # There is room, though not for another lease beside it.
     assert core.make_room(free) and core.num_free == free
     assert not core.make_room(free + 1)
     assert not core.num_leases
+    check_integrity(core)
+
+
+def test_a_lease_makes_shared_pages_worth_more_to_the_others() -> None:
+    core = make(60)
+    share(core, 3, {"a": 10, "b": 0})
+    assert core.num_free == 59 - 9 - 30
+    # The lease of b takes more than its half of the pages, and less than all of them.
+    assert core.make_room(20 + 2 * 13 - 2 * LEASE - LEASE)
+    assert core.num_leases == 2
     check_integrity(core)
 
 
@@ -775,13 +784,13 @@ def test_a_failed_restore_of_latents_changes_nothing_for_who_has_a_lease() -> No
 
 def test_a_restore_that_could_be_left_out_is_tried_three_times_in_all() -> None:
     """Even while others succeed, which shows that restores work again."""
-    core, unpublished = losing()
+    core, unpublished = losing(restore_budget=2)
     assert start(core, lean_hits(core)) is Start.LEAN
     core.take_update()
     core.release("other", lambda page: False)
-    (bad, *_) = core._requests["b"].host_only.values()
+    (*_, bad) = core._requests["b"].host_only.values()
     tries = 0
-    for _ in range(8):
+    for _ in range(12):
         core.restore_some()
         for copy in core.take_update().restores:
             is_bad = copy.page_id == bad.page_id
