@@ -132,13 +132,18 @@ def is_denied(
     patch.setattr(residency, "may_gain_room", lambda: copies)
 
 
+def one_runs_and_one_waits(chunked: Server) -> tuple[str, str]:
+    """A request that needs pages in its next step, and one that could start in it."""
+    first = chunked.add(LONG)
+    chunked.step()
+    return first, chunked.add([9] * 5)
+
+
 def test_nobody_starts_in_a_step_in_which_a_running_request_waits_for_room(
     chunked: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Newer ones could take every block that it waits for."""
-    first = chunked.add(LONG)
-    chunked.step()
-    second = chunked.add([9] * 5)
+    first, second = one_runs_and_one_waits(chunked)
     with monkeypatch.context() as patch:
         is_denied(chunked, patch, first, copies=True)
         for _ in range(3):
@@ -151,9 +156,7 @@ def test_nobody_starts_in_a_step_in_which_a_running_request_waits_for_room(
 def test_nobody_starts_while_a_running_request_waits_for_host_pages(
     chunked: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = chunked.add(LONG)
-    chunked.step()
-    second = chunked.add([9] * 5)
+    first, second = one_runs_and_one_waits(chunked)
     pool = chunked.scheduler.kv_cache_manager.block_pool
     others = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
     monkeypatch.setattr(chunked.residency, "may_gain_room", lambda: True)

@@ -767,9 +767,7 @@ def test_pages_whose_restore_failed_are_dropped_and_found_by_nobody() -> None:
 
 def test_a_failed_restore_of_latents_changes_nothing_for_who_has_a_lease() -> None:
     core, unpublished = losing()
-    assert start(core, lean_hits(core)) is Start.LEAN
-    core.take_update()
-    core.release("other", lambda page: False)
+    start_lean_and_make_room(core)
     core.restore_some()
     lost = [copy.page_id for copy in core.take_update().restores]
     free = core.num_free
@@ -785,9 +783,7 @@ def test_a_failed_restore_of_latents_changes_nothing_for_who_has_a_lease() -> No
 def test_a_restore_that_could_be_left_out_is_tried_three_times_in_all() -> None:
     """Even while others succeed, which shows that restores work again."""
     core, unpublished = losing(restore_budget=2)
-    assert start(core, lean_hits(core)) is Start.LEAN
-    core.take_update()
-    core.release("other", lambda page: False)
+    start_lean_and_make_room(core)
     (*_, bad) = core._requests["b"].host_only.values()
     tries = 0
     for _ in range(12):
@@ -803,9 +799,7 @@ def test_a_restore_that_could_be_left_out_is_tried_three_times_in_all() -> None:
 
 def test_a_restore_that_could_be_left_out_and_takes_too_long_loses_nothing() -> None:
     core, unpublished = losing()
-    assert start(core, lean_hits(core)) is Start.LEAN
-    core.take_update()
-    core.release("other", lambda page: False)
+    start_lean_and_make_room(core)
     core.restore_some()
     assert core.take_update().restores
     core.give_up_overdue(before_id=core.transfers.next_id)
@@ -829,9 +823,7 @@ def test_a_failed_restore_loses_a_page_that_a_waiting_request_needs() -> None:
 
 def test_a_page_to_which_latents_come_keeps_its_indexer() -> None:
     core, _ = losing()
-    assert start(core, lean_hits(core)) is Start.LEAN
-    core.take_update()
-    core.release("other", lambda page: False)
+    start_lean_and_make_room(core)
     core.restore_some()
     restores = core.take_update().restores
     core.release("b", lambda page: page != 500)
@@ -850,6 +842,13 @@ def lean_hits(core: Residency) -> list[int]:
     to_the_host(core)
     fill(core, 69, "other")
     return hits[:11]
+
+
+def start_lean_and_make_room(core: Residency) -> None:
+    """Let "b" start with a lease, and then the device have room for its pages."""
+    assert start(core, lean_hits(core)) is Start.LEAN
+    core.take_update()
+    core.release("other", lambda page: False)
 
 
 def test_restores_that_take_too_long_are_abandoned_but_their_blocks_are_held() -> None:
@@ -927,9 +926,7 @@ def test_while_restores_stall_none_is_made_that_could_be_left_out() -> None:
 
 def test_no_restore_is_made_that_could_be_left_out_once_many_failed() -> None:
     core, _ = losing(max_failures=2, restore_budget=1)
-    assert start(core, lean_hits(core)) is Start.LEAN
-    core.take_update()
-    core.release("other", lambda page: False)
+    start_lean_and_make_room(core)
     for _ in range(2):
         core.restore_some()
         (copy,) = core.take_update().restores

@@ -152,15 +152,15 @@ class Residency(CopiedFrames):
         config = self.config
         if not self._free_rows or self.num_free < config.lease_blocks:
             return None
-        gains = {
-            r.request_id: self._gain(r, r.num_convertible)
-            for r in self._requests.values()
-            if r.lease is None
-        }
-        best = max(gains, key=gains.__getitem__, default=None)
-        if best is None or gains[best] <= 0:
+
+        def gain(request: RequestPages) -> float:
+            return self._gain(request, request.num_convertible)
+
+        candidates = (r for r in self._requests.values() if r.lease is None)
+        best = max(candidates, key=gain, default=None)
+        if best is None or gain(best) <= 0:
             return None
-        return self._requests[best]
+        return best
 
     # --- requests -------------------------------------------------------------
 

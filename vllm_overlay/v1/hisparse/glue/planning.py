@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ..capacity import HotSizes, Limits, PoolPlan, plan_pools, pool_bytes
 from ..layout import DevicePlan, IndexerLayer, LatentLayer, plan_device
-from ..report import startup_line
+from ..report import on_each, startup_line
 from ..settings import refusal
 from .config import check_block_size, hot_rows, settings_of
 from .spec import HiSparseKVCacheConfig, HiSparsePageSpec
@@ -362,8 +362,7 @@ def _check_host_pool(vllm_config: "VllmConfig", pools: PoolPlan) -> None:
     tokens = pools.limits.max_model_len
     if pools.pages(tokens) > pools.num_pages - 1:
         least = _gib_for(vllm_config, pools, tokens)
-        ranks = _num_ranks(vllm_config)
-        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        each = on_each(_num_ranks(vllm_config))
         raise ValueError(
             "HiSparse: host_pool_gib is "
             f"{settings_of(vllm_config).host_pool_gib:g} GiB, which holds "
