@@ -37,9 +37,20 @@ class RankHooks:
             queue.never = leaves_out
 
     def hisparse_misses(self) -> int:
-        """Rows that this rank fetched from its host pool so far."""
+        """Rows that this rank fetched from the host pool so far."""
         return int(self._hisparse.buffers.counters[..., 1].sum())
 
-    def hisparse_host_bytes(self) -> int:
-        """Bytes of this rank's host pool."""
-        return self._hisparse.host.buffer.numel()
+    def hisparse_host_file(self) -> tuple[str, str]:
+        """Device and inode of the file that this rank's host pool lies in."""
+        address = self._hisparse.host.buffer.data_ptr()
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                area, _, _, device, inode, *_ = line.split()
+                start, end = (int(place, 16) for place in area.split("-"))
+                if start <= address < end:
+                    return device, inode
+        raise AssertionError("the host pool is not mapped")
+
+    def hisparse_written_layers(self) -> list[str]:
+        """Layers whose pages this rank writes back."""
+        return sorted(self._hisparse.host.own_layers)

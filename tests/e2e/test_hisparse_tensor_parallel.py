@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
-"""Two tensor-parallel ranks, each with a host pool of its own, under KV pressure.
+"""Two tensor-parallel ranks, which share a host pool, under KV pressure.
 
 The oracle has two ranks as well: they add their halves in another order than one rank
 adds the whole.
 """
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +52,7 @@ class Run:
 
     Attributes:
         answers: By prompt.
-        misses: Rows that each rank fetched from its host pool.
+        misses: Rows that each rank fetched from the host pool.
         acks: Acknowledgements in the order in which they came: transfer, ranks, and
             whether its page became clean.
     """
@@ -126,7 +128,7 @@ def late(on: Engine) -> Run:
 
 def assert_exact(actual: Run, expected: list[Generation]) -> None:
     assert len(actual.misses) == 2
-    assert min(actual.misses) > 0, "no rank, or only one, read its host pool"
+    assert min(actual.misses) > 0, "no rank, or only one, read the host pool"
     for got, want in zip(actual.answers, expected, strict=True):
         assert got.tokens == want.tokens
         assert got.logprobs == want.logprobs
@@ -170,10 +172,36 @@ def test_a_page_is_clean_when_both_ranks_acknowledged(late: Run) -> None:
     assert len(late.acks) == 2 * len(first)
 
 
-def test_each_rank_has_its_share_of_the_host_pool(on: Engine) -> None:
-    first, second = on.llm.collective_rpc("hisparse_host_bytes")
+def test_prefixes_come_back_from_what_both_ranks_wrote(
+    on: Engine, expected: list[Generation]
+) -> None:
+    on.generate(LONG_PROMPTS, NEW_TOKENS)
+    before = on.residency.num_host_hits
+    again = on.generate(LONG_PROMPTS, NEW_TOKENS)
+    assert on.residency.num_host_hits > before
+    for got, want in zip(again, expected, strict=True):
+        assert got.tokens == want.tokens
+        assert got.logprobs == want.logprobs
+
+
+def test_ranks_share_one_host_pool(on: Engine) -> None:
+    """Its file has no name any more, so it goes with the ranks, however they end."""
+    first, second = on.llm.collective_rpc("hisparse_host_file")
+    assert first == second and first[1] != "0"
+    named = {str(os.stat(path).st_ino) for path in Path("/dev/shm").iterdir()}
+    assert first[1] not in named
+
+
+def test_each_layer_is_written_back_by_one_rank(on: Engine) -> None:
+    first, second = on.llm.collective_rpc("hisparse_written_layers")
+    plan = on.core.scheduler.kv_cache_config.plan.device
+    assert first and second
+    assert sorted(first + second) == sorted(layer.name for layer in plan.host_layers)
+
+
+def test_the_pool_holds_what_it_would_hold_for_one_rank(on: Engine) -> None:
     transfer: dict[str, Any] = CONNECTOR["kv_transfer_config"]
     pool_gib = transfer["kv_connector_extra_config"]["host_pool_gib"]
-    share = int(pool_gib * (1 << 30)) // 2
-    page_bytes = on.core.scheduler.kv_cache_config.plan.device.host_page_bytes
-    assert first == second and share - page_bytes < first <= share
+    config = on.core.scheduler.kv_cache_config
+    page_bytes = config.plan.device.host_page_bytes
+    assert config.num_blocks == int(pool_gib * (1 << 30)) // page_bytes

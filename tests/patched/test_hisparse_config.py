@@ -284,6 +284,26 @@ class TestHostPool:
             data_parallel_size=4,
         )
 
+    def test_ranks_share_memory_that_is_large_enough(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        usage = SimpleNamespace(total=9 * GIB, free=3 * GIB)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+        ranks: dict[str, Any] = {
+            "tensor_parallel_size": 2,
+            "distributed_executor_backend": "mp",
+        }
+        refuse(
+            model,
+            "host_pool_gib of HiSparseConnector is 4.00 GiB in all",
+            "free there, 3.00 GiB",
+            kv=transfer(2),
+            data_parallel_size=2,
+            **ranks,
+        )
+        assert settings(make_config(model, kv=transfer(3), **ranks))
+        assert settings(make_config(model, kv=transfer(4)))
+
     def test_unknown_memory_refuses_nothing(
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

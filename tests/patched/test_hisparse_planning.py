@@ -270,21 +270,21 @@ class TestSchedulerConfig:
         assert type(worker.kv_cache_groups[0].kv_cache_spec) is UniformTypeKVCacheSpecs
         assert not scheduler.needs_kv_cache_zeroing
 
-    def test_ranks_divide_the_host_pool(self, glm: str) -> None:
+    def test_ranks_share_the_host_pool(self, glm: str) -> None:
         workers = configs(glm_config(glm), glm_specs(), *[int(24.5 * GIB)] * 8)
         scheduler = generate_scheduler_kv_cache_config(workers)
-        assert scheduler.num_blocks == 384 * GIB // 8 // 3_502_592
+        assert scheduler.num_blocks == 384 * GIB // 3_502_592
         assert scheduler.kv_cache_groups[0].kv_cache_spec.num_ranks == 8
 
 
 class TestLimits:
     def test_a_million_tokens_start(self, glm: str) -> None:
-        config = glm_config(glm, max_model_len=1_048_576, pool=1_000)
+        config = glm_config(glm, max_model_len=1_048_576, pool=125)
         (worker,) = configs(config, glm_specs(), int(17.8 * GIB))
         plan = plan_of(worker)
         assert plan.resident_blocks(1_048_576) > 3 * plan.num_blocks
         tokens, concurrency = get_kv_cache_capacity(config, worker)
-        assert 2.2 < concurrency < 2.4  # a 125 GiB pool for each rank
+        assert 2.2 < concurrency < 2.4
         assert tokens == int(concurrency * 1_048_576)
 
     def test_steady_state_concurrency_of_the_start_up_figure(self, glm: str) -> None:
@@ -349,17 +349,11 @@ class TestLimits:
         # ... and what it asks for is enough.
         assert configs(on(tiny, 0.01), tiny_specs(), 64 << 20)
 
-    def test_a_host_pool_that_ranks_divide_into_parts_that_are_too_small(
-        self, glm: str
-    ) -> None:
-        config = glm_config(glm, max_model_len=1_048_576)
+    def test_ranks_need_no_more_of_the_host_than_one(self, glm: str) -> None:
+        config = glm_config(glm, max_model_len=1_048_576, pool=50)
         with pytest.raises(ValueError) as error:
             configs(config, glm_specs(), *[int(24.5 * GIB)] * 8)
-        for part in (
-            "host_pool_gib is 384 GiB, which holds 941,632 tokens of 54,728 B on each "
-            "of 8 ranks; allowed",
-            "at least 427.59 GiB",
-        ):
+        for part in ("holds 980,864 tokens of 54,728 B; allowed", "at least 53.45 GiB"):
             assert part in str(error.value), (part, str(error.value))
 
     def test_auto_fit_finds_the_longest_request(self, tiny: str) -> None:
@@ -434,7 +428,7 @@ class TestStartUp:
             f"device pool 23.98 GiB ({plan.num_blocks:,} blocks of 209,920 B",
             "16 stacks of 5 layers",
             f"{plan.device_tokens:,} resident tokens of 55,760 B (ideal 54,728 B)",
-            f"host pool 48.00 GiB holds {plan.host_tokens:,} tokens of 54,728 B",
+            f"host pool 384.00 GiB holds {plan.host_tokens:,} tokens of 54,728 B",
             "hot lease 1,088 blocks, 217.8 MiB (4,096 hot + 4,096 overflow rows)",
             f"{plan.mixed_rows} at once",
             "bookkeeping ",
@@ -444,10 +438,10 @@ class TestStartUp:
             assert part in line, (part, line)
         assert "\n" not in line
 
-    def test_the_line_says_when_each_rank_has_a_pool(self, glm: str) -> None:
+    def test_the_line_says_that_ranks_share_the_host_pool(self, glm: str) -> None:
         (worker,) = configs(glm_config(glm), glm_specs(), int(24.5 * GIB))
         line = startup_line(plan_of(worker), num_ranks=8)
-        assert "host pool 48.00 GiB on each of 8 ranks holds" in line
+        assert "host pool 384.00 GiB, shared by the ranks of a node, holds" in line
 
     @pytest.mark.parametrize("rows, warns", [(4_096, False), (32_704, True)])
     def test_a_lease_that_frees_nothing_is_said(

@@ -2,9 +2,12 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """What main memory a host pool may take."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
-from hisparse_core.host_memory import available_ram_bytes
+import pytest
+from hisparse_core.host_memory import available_ram_bytes, check_shared_memory
 
 KIB = 1024
 
@@ -67,3 +70,30 @@ def test_nothing_known(tmp_path: Path) -> None:
 
 def test_this_machine() -> None:
     assert (available_ram_bytes() or 0) > 1 << 20
+
+
+def shared_memory(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
+    usage = SimpleNamespace(total=total, free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+def test_shared_memory_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_memory(monkeypatch, 64 << 20, 3 << 29)
+    check_shared_memory("host_pool_gib", 3 << 29)
+    with pytest.raises(ValueError) as error:
+        check_shared_memory("host_pool_gib", 2 << 30)
+    for part in ("host_pool_gib is 2.00 GiB", "/dev/shm", "1.50 GiB", "--shm-size"):
+        assert part in str(error.value), (part, str(error.value))
+
+
+def test_shared_memory_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_memory(monkeypatch, 0, 0)
+    check_shared_memory("host_pool_gib", 2 << 30)
+
+
+def test_no_shared_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", missing)
+    check_shared_memory("host_pool_gib", 2 << 30)

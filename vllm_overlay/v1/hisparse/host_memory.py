@@ -2,7 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """How much main memory a host pool can have. Standard library only."""
 
+import shutil
 from pathlib import Path
+
+from .settings import GIB, refusal
+
+SHARED = Path("/dev/shm")
+"""Files here are memory, which processes share."""
 
 _CGROUP_FILES = (
     # version 2, then version 1: limit, usage, statistics
@@ -25,6 +31,30 @@ def available_ram_bytes(
     figures = [_machine_bytes(proc), *(_left_bytes(cgroup, f) for f in _CGROUP_FILES)]
     known = [figure for figure in figures if figure is not None]
     return min(known) if known else None
+
+
+def check_shared_memory(setting: str, num_bytes: int) -> None:
+    """Refuse a host pool of several ranks that does not fit where memory is shared.
+
+    A file that outgrows the file system would end the process that touches it.
+
+    Args:
+        setting: What gives the size, with its value.
+        num_bytes: Bytes of all pools of this node.
+    """
+    try:
+        usage = shutil.disk_usage(SHARED)
+    except OSError:
+        return  # Whoever makes the file says why it cannot.
+    # A file system without a limit says 0.
+    if usage.total and num_bytes > usage.free:
+        raise refusal(
+            setting,
+            f"{num_bytes / GIB:.2f} GiB in all, which ranks share in {SHARED}",
+            f"what is free there, {usage.free / GIB:.2f} GiB",
+            "make it larger (mount -o remount,size=...; in a container --ipc=host or "
+            "--shm-size), or make the pool smaller",
+        )
 
 
 def _machine_bytes(proc: Path) -> int | None:

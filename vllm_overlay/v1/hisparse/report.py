@@ -11,17 +11,18 @@ def startup_line(pools: PoolPlan, num_ranks: int = 1) -> str:
 
     Args:
         pools: the plan that every rank runs with.
-        num_ranks: tensor-parallel ranks; each has pools of its own.
+        num_ranks: tensor-parallel ranks.
     """
     device = pools.device
     tokens = pools.limits.max_model_len
+    shared = ", shared by the ranks of a node," if num_ranks > 1 else ""
     return (
         f"HiSparse: device pool {_gib(pools.device_bytes)} "
         f"({pools.num_blocks:,} blocks of {device.block_bytes:,} B, "
         f"{device.num_stacks} stacks of {device.layers_per_stack} layers) holds "
         f"{pools.device_tokens:,} resident tokens of {device.resident_token_bytes:,.0f}"
         f" B (ideal {device.ideal_token_bytes:,} B); "
-        f"host pool {_gib(pools.host_bytes)}{on_each(num_ranks)} "
+        f"host pool {_gib(pools.host_bytes)}{shared} "
         f"holds {pools.host_tokens:,} tokens of "
         f"{device.ideal_token_bytes:,} B; "
         f"hot lease {pools.lease_blocks:,} blocks, "
@@ -35,11 +36,6 @@ def startup_line(pools: PoolPlan, num_ranks: int = 1) -> str:
         f"{pools.limits.window_tokens:,} prompt tokens are in flight), "
         f"{pools.host_tokens / tokens:.1f}x on the host"
     )
-
-
-def on_each(num_ranks: int) -> str:
-    """Words behind a size that every tensor-parallel rank has."""
-    return f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
 
 
 def _gib(num_bytes: int) -> str:

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from ..host_memory import available_ram_bytes
+from ..host_memory import available_ram_bytes, check_shared_memory
 from ..layout import ROW_ALIGNMENT
 from ..settings import (
     DEFAULT_TRANSFER_TIMEOUT_S,
@@ -28,7 +28,7 @@ from ..settings import (
 from .connectors import absorbed_gib, host_pool, keep_ours
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -79,9 +79,7 @@ def resolve(vllm_config: "VllmConfig") -> None:
         topk=topk,
         transfer_timeout_s=_transfer_timeout_s(options),
     )
-    _check_available_ram(
-        settings, setting, vllm_config.parallel_config.data_parallel_size_local
-    )
+    _check_memory(settings, setting, vllm_config.parallel_config)
     if "eager_host_mirror" in options:
         logger.info(
             "HiSparse: eager_host_mirror has no effect here: every full page is "
@@ -316,15 +314,20 @@ def _transfer_timeout_s(options: dict[str, Any]) -> float:
     )
 
 
-def _check_available_ram(settings: HiSparseSettings, setting: str, pools: int) -> None:
-    available = available_ram_bytes()
+def _check_memory(
+    settings: HiSparseSettings, setting: str, parallel: "ParallelConfig"
+) -> None:
     # Every data-parallel replica of this node has a pool of its own.
-    wanted = settings.host_pool_bytes * max(1, pools)
+    pools = max(1, parallel.data_parallel_size_local)
+    wanted = settings.host_pool_bytes * pools
+    each = f" for each of {pools} replicas" if pools > 1 else ""
+    available = available_ram_bytes()
     if available is not None and wanted > available:
-        each = f" for each of {pools} replicas" if pools > 1 else ""
         raise refusal(
             setting,
             f"{settings.host_pool_gib:g} GiB{each}, {wanted / GIB:.2f} GiB in all",
             f"up to the available main memory, {available / GIB:.2f} GiB",
             "make the pool smaller, or free main memory",
         )
+    if parallel.tensor_parallel_size > 1:
+        check_shared_memory(setting, wanted)

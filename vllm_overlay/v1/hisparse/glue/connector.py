@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tp_group
 
 from ..messages import StepUpdate
 from .block_tables import HiSparseBlockTables
@@ -182,7 +182,7 @@ class HiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config,
             self._kv_cache_config.plan,
             kv_caches,
-            rank=get_tensor_model_parallel_rank(),
+            get_tp_group(),
         )
 
     @property

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ..capacity import HotSizes, Limits, PoolPlan, plan_pools, pool_bytes
 from ..layout import DevicePlan, IndexerLayer, LatentLayer, plan_device
-from ..report import on_each, startup_line
+from ..report import startup_line
 from ..settings import refusal
 from .config import check_block_size, hot_rows, settings_of
 from .spec import HiSparseKVCacheConfig, HiSparsePageSpec
@@ -78,7 +78,7 @@ def pool_plan(
         _hot_sizes(vllm_config, device),
         _limits(vllm_config),
         num_blocks,
-        _host_bytes(vllm_config),
+        settings_of(vllm_config).host_pool_bytes,
     )
 
 
@@ -133,15 +133,6 @@ def _limits(vllm_config: "VllmConfig") -> Limits:
         decode_tokens=vllm_config.max_concurrent_batches * decode_tokens
         + vllm_config.num_lookahead_tokens,
     )
-
-
-def _host_bytes(vllm_config: "VllmConfig") -> int:
-    """Bytes of one host pool.
-
-    `host_pool_gib` is for a whole data-parallel replica. While every tensor-parallel
-    rank has a pool of its own, the ranks divide it (D19 replaces this by one pool).
-    """
-    return settings_of(vllm_config).host_pool_bytes // _num_ranks(vllm_config)
 
 
 def _num_ranks(vllm_config: "VllmConfig") -> int:
@@ -282,7 +273,7 @@ def record_capacity(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
             "device can never be full. Give a host_pool_gib of %.2f or more.",
             f"{pools.host_tokens:,}",
             f"{pools.device_tokens:,}",
-            _gib_for(vllm_config, pools, pools.device_tokens),
+            _gib_for(pools, pools.device_tokens),
         )
 
 
@@ -361,21 +352,20 @@ def _check_device_pool(
 def _check_host_pool(vllm_config: "VllmConfig", pools: PoolPlan) -> None:
     tokens = pools.limits.max_model_len
     if pools.pages(tokens) > pools.num_pages - 1:
-        least = _gib_for(vllm_config, pools, tokens)
-        each = on_each(_num_ranks(vllm_config))
+        least = _gib_for(pools, tokens)
         raise ValueError(
             "HiSparse: host_pool_gib is "
             f"{settings_of(vllm_config).host_pool_gib:g} GiB, which holds "
-            f"{pools.host_tokens:,} tokens of {pools.device.ideal_token_bytes:,} B"
-            f"{each}; allowed: at least {least:.2f} GiB, for one request of "
+            f"{pools.host_tokens:,} tokens of {pools.device.ideal_token_bytes:,} B; "
+            f"allowed: at least {least:.2f} GiB, for one request of "
             f"max_model_len {tokens:,} tokens. Remedy: raise host_pool_gib, or lower "
             "--max-model-len."
         )
 
 
-def _gib_for(vllm_config: "VllmConfig", pools: PoolPlan, tokens: int) -> float:
+def _gib_for(pools: PoolPlan, tokens: int) -> float:
     """`host_pool_gib` that holds `tokens` tokens, rounded up to 0.01."""
     pages = pools.pages(tokens) + 1
-    wanted = pages * pools.device.host_page_bytes * _num_ranks(vllm_config)
+    wanted = pages * pools.device.host_page_bytes
     hundredths = -(-wanted * 100 // GiB_bytes)
     return hundredths / 100

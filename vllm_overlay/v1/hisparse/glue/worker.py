@@ -8,6 +8,7 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import GroupCoordinator, in_the_same_node_as
 from vllm.logger import init_logger
 
 from ..capacity import PoolPlan
@@ -25,6 +26,7 @@ from ..runtime.cpu_copies import CpuCopies
 from ..runtime.host_pool import CudaRegistrar, HostPool, cpus_near
 from ..runtime.parts import LayerMemory
 from ..runtime.resolver import Attention, LayerResolver, UnitResolver, check_faults
+from ..runtime.shared_memory import Sharers
 from ..runtime.stream_copies import StreamCopies
 from ..settings import GIB
 from .backends import check_backends, with_block_table
@@ -41,7 +43,7 @@ class HiSparseWorker:
         vllm_config: Configuration.
         plan: The pools.
         kv_caches: Views of the device pool by layer name.
-        rank: This rank; acknowledgements carry it.
+        group: Ranks with the same latents; acknowledgements carry this one's number.
     """
 
     def __init__(
@@ -49,13 +51,13 @@ class HiSparseWorker:
         vllm_config: VllmConfig,
         plan: PoolPlan,
         kv_caches: dict[str, torch.Tensor],
-        rank: int,
+        group: GroupCoordinator,
     ) -> None:
-        self._config, self.plan, self.rank = vllm_config, plan, rank
+        self._config, self.plan, self.rank = vllm_config, plan, group.rank_in_group
         self.slab = _slab(plan, kv_caches)
         layers = vllm_config.compilation_config.static_forward_context
         check_backends(layers[place.name] for place in plan.device.latents)
-        self.host = _host_pool(plan, self.slab.device)
+        self.host = _host_pool(plan, self.slab.device, RanksOfNode(group))
         to_host, to_device = (_copy_queue(self.slab.device) for _ in range(2))
         self.copier = PageCopier(plan.device, self.slab, self.host, to_host, to_device)
         self.units: list[UnitResolver] = []
@@ -181,10 +183,33 @@ def _slab(plan: PoolPlan, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
     return storage[:size].view(plan.num_blocks, device.block_bytes)
 
 
-def _host_pool(plan: PoolPlan, device: torch.device) -> HostPool:
-    """The host pool, pinned and near the device where that is a GPU."""
+class RanksOfNode:
+    """The ranks of a group that run on this node, see `Sharers`."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self._group = group.cpu_group
+        self._ranks = list(range(group.world_size))
+        left = self._ranks if group.world_size > 1 else []
+        while left:
+            is_there = in_the_same_node_as(self._group, left[0])
+            together = [rank for rank in left if is_there[rank]]
+            if group.rank_in_group in together:
+                self._ranks = together
+            left = [rank for rank in left if not is_there[rank]]
+        self.index = self._ranks.index(group.rank_in_group)
+        self.count = len(self._ranks)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """See `Sharers`; the ranks of other nodes exchange theirs meanwhile."""
+        values = [None] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return [values[rank] for rank in self._ranks]
+
+
+def _host_pool(plan: PoolPlan, device: torch.device, sharers: Sharers) -> HostPool:
+    """The host pool, pinned and near the devices where these are GPUs."""
     if device.type == "cpu":
-        return HostPool(plan.device, plan.num_pages)
+        return HostPool(plan.device, plan.num_pages, sharers=sharers)
     properties = torch.cuda.get_device_properties(device)
     address = (
         f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
@@ -196,11 +221,12 @@ def _host_pool(plan: PoolPlan, device: torch.device) -> HostPool:
         CudaRegistrar(),
         cpus_near(address),
         _TouchProgress(),
+        sharers,
     )
 
 
 class _TouchProgress:
-    """Says now and then how far the host pool is; hundreds of GiB take a while."""
+    """Says now and then how far a rank's part of the host pool is: it takes a while."""
 
     STEPS = 10
 

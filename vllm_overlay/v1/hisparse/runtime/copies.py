@@ -100,27 +100,32 @@ class PageCopier:
         pages = [host.layers[name] for name in names]
         self._host_address = np.array([p.data_ptr() for p in pages], dtype=np.int64)
         self._page_bytes = np.array([p.shape[1] for p in pages], dtype=np.int64)
+        self._is_own = np.array([name in host.own_layers for name in names])
+        self._ended: list[int] = []
         self._frame_blocks = plan.frame_blocks
         self._restored_bytes = self._written_bytes = 0
 
     def write_back(self, copies: list[PageCopy]) -> None:
-        """Start to copy pages to the host."""
-        if copies:
-            ranges = self._device_to_host(copies)
+        """Start to copy this rank's part of pages to the host (D19)."""
+        if not self._is_own.any():
+            self._ended += [copy.transfer_id for copy in copies]
+        elif copies:
+            ranges = self._device_to_host(copies, self._is_own)
             self.to_host.start(ranges)
             self._written_bytes += ranges.num_bytes
 
     def restore(self, copies: list[PageCopy]) -> None:
         """Start to copy pages, or parts of them, to the device."""
         if copies:
-            ranges = self._device_to_host(copies).reversed()
+            ranges = self._device_to_host(copies, np.ones_like(self._is_own)).reversed()
             self.to_device.start(ranges)
             self._restored_bytes += ranges.num_bytes
 
     def poll(self) -> tuple[list[int], list[int]]:
         """Transfers that completed, and that failed, since the last call."""
+        ended, self._ended = self._ended, []
         written, restored = self.to_host.poll(), self.to_device.poll()
-        return written[0] + restored[0], written[1] + restored[1]
+        return ended + written[0] + restored[0], written[1] + restored[1]
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes restored and written back since the last call."""
@@ -133,8 +138,15 @@ class PageCopier:
         self.to_host.shutdown()
         self.to_device.shutdown()
 
-    def _device_to_host(self, copies: Sequence[PageCopy]) -> ByteRanges:
-        """Ranges of pages, or parts of them, from their blocks to their host pages."""
+    def _device_to_host(
+        self, copies: Sequence[PageCopy], layers: np.ndarray
+    ) -> ByteRanges:
+        """Ranges of pages, or parts of them, from their blocks to their host pages.
+
+        Args:
+            copies: The pages.
+            layers: bool, the layers to copy of them.
+        """
         blocks = np.full((len(copies), self._frame_blocks), NULL_BLOCK, dtype=np.int64)
         for row, copy in zip(blocks, copies):
             row[0] = copy.indexer_block
@@ -147,5 +159,5 @@ class PageCopier:
         sizes = np.broadcast_to(self._page_bytes, device.shape)
         ids = np.array([copy.transfer_id for copy in copies], dtype=np.int64)
         ids = np.broadcast_to(ids[:, None], device.shape)
-        there = by_layer != NULL_BLOCK
+        there = (by_layer != NULL_BLOCK) & layers
         return ByteRanges(ids[there], device[there], host[there], sizes[there])

@@ -3,16 +3,18 @@
 """The host pool: one dense tensor of pages for each layer (D6)."""
 
 import ctypes
-import mmap
 import os
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from ..layout import DevicePlan
 from ..settings import GIB
+from .shared_memory import OneRank, Sharers, zeroed_memory
 
 TOUCH_CHUNK_BYTES = 1 << 30
 
@@ -48,14 +50,16 @@ class HostPool:
         registrar: Pins the memory; None where device and host are the same.
         cpus: Processors near the device. Memory lies near the one that touches it
             first, so they touch it all, in parallel.
-        progress: Called with the bytes touched so far and those of the pool.
+        progress: Called with the bytes touched so far and those that this rank touches.
+        sharers: Ranks of this node, which have the pool together.
 
     Attributes:
         buffer: uint8, the whole pool.
         layers: By layer name, uint8 ``[num_pages, page_bytes]`` views of `buffer`.
+        own_layers: Names of the layers whose pages this rank writes back (D19).
 
     Raises:
-        RuntimeError: the memory cannot be pinned; nothing is held then.
+        RuntimeError: the memory cannot be had or pinned; nothing is held then.
     """
 
     def __init__(
@@ -65,21 +69,25 @@ class HostPool:
         registrar: Registrar | None = None,
         cpus: Iterable[int] = (),
         progress: Callable[[int, int], None] = lambda done, total: None,
+        sharers: Sharers | None = None,
     ) -> None:
+        sharers = sharers or OneRank()
         self._num_bytes = num_pages * plan.host_page_bytes
-        # Anonymous memory is zero, and takes no room until it is touched.
-        self.buffer = torch.frombuffer(
-            mmap.mmap(-1, self._num_bytes), dtype=torch.uint8
-        )
+        memory = zeroed_memory(self._num_bytes, sharers)
+        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self._registrar: Registrar | None = None
+        offsets = (*plan.host_layer_offsets(num_pages), self._num_bytes)
+        own = share([y.page_bytes for y in plan.host_layers], sharers)
+        self.own_layers = frozenset(plan.host_layers[i].name for i in own)
         if registrar is not None:
-            touch(self.buffer, set(cpus), progress)
+            own_bytes = self.buffer[offsets[own.start] : offsets[own.stop]]
+            touch(own_bytes, set(cpus), progress)
+            # Pinning touches all of it.
+            sharers.exchange(None)
             self._pin(registrar)
         self.layers: dict[str, torch.Tensor] = {}
-        offsets = plan.host_layer_offsets(num_pages)
-        for layer, offset in zip(plan.host_layers, offsets, strict=True):
-            size = num_pages * layer.page_bytes
-            view = self.buffer[offset : offset + size]
+        for layer, start, end in zip(plan.host_layers, offsets, offsets[1:]):
+            view = self.buffer[start:end]
             self.layers[layer.name] = view.view(num_pages, layer.page_bytes)
 
     def _pin(self, registrar: Registrar) -> None:
@@ -98,6 +106,20 @@ class HostPool:
         if self._registrar is not None:
             self._registrar.unpin(self.buffer.data_ptr())
             self._registrar = None
+
+
+def share(sizes: Sequence[int], sharers: Sharers) -> range:
+    """Neighbouring layers whose pages a rank writes back: an even part of the bytes.
+
+    Args:
+        sizes: Bytes of each layer; it belongs to the rank in whose part its middle is.
+        sharers: The ranks.
+    """
+    ends = list(accumulate(sizes))
+    middles = (end - size / 2 for end, size in zip(ends, sizes))
+    owners = [int(middle * sharers.count / ends[-1]) for middle in middles]
+    start = bisect_left(owners, sharers.index)
+    return range(start, bisect_right(owners, sharers.index))
 
 
 def touch(
