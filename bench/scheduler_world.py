@@ -50,6 +50,7 @@ GIB = 1 << 30
 PREFILL_TOKENS = 32_768  # of a step
 # Device pool, as a multiple of what all contexts take.
 DEVICE_SHARE = {"off": 1.5, "resident": 1.5, "mixed": 0.25}
+BLOCK_BYTES = {"off": PAGE_BYTES, "resident": 209_920, "mixed": 209_920}
 
 
 def specs() -> dict[str, KVCacheSpec]:
@@ -116,11 +117,13 @@ def make_scheduler(
         max_num_seqs=num_requests,
         block_size=BLOCK_SIZE,
         kv_cache_dtype="fp8_ds_mla",
+        num_gpu_blocks_override=int(
+            DEVICE_SHARE[variant] * contexts / BLOCK_BYTES[variant]
+        ),
         **({} if variant == "off" else hisparse_options(2 * contexts)),
     ).create_engine_config()
     vllm_config.cache_config.kv_cache_layout = "LBNHC"
-    memory = int(DEVICE_SHARE[variant] * contexts)
-    (worker_config,) = get_kv_cache_configs(vllm_config, [specs()], [memory])
+    (worker_config,) = get_kv_cache_configs(vllm_config, [specs()], [2 * contexts])
     vllm_config.cache_config.num_gpu_blocks = worker_config.num_blocks
     return Scheduler(
         vllm_config=vllm_config,

@@ -53,7 +53,7 @@ class Decoding:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, drafts: int = 0, row_bytes: int = 128
+        self, monkeypatch: pytest.MonkeyPatch, drafts: int = 0, **sizes: int
     ) -> None:
         take_meta_for_cuda(monkeypatch)
         monkeypatch.setattr(buffer_utils, "UvaBuffer", UvaBuffer)
@@ -61,7 +61,7 @@ class Decoding:
         self.log = cuda.log
         side = SideStream(torch.cuda.Stream(), most=8)
         self.world = world = RuntimeWorld(
-            device="meta", ahead=side, drafts=drafts, row_bytes=row_bytes
+            device="meta", ahead=side, drafts=drafts, **sizes
         )
         self.block_tables = _block_tables(world)
         self.worker = _worker(world, self.block_tables)
@@ -187,8 +187,14 @@ def _worker(world: RuntimeWorld, block_tables: HiSparseBlockTables) -> HiSparseW
 
 def _check_joined(log: list[tuple]) -> None:
     """A capture fails unless the compute stream waits for what was forked from it."""
-    records = [n for n, entry in enumerate(log) if entry[:2] == ("side", "records")]
-    if records:
-        event = log[records[-1]][2]
-        if ("compute", "waits for", event) not in log[records[-1] :]:
-            raise NotInAGraphError(f"the side stream is not joined behind {event}")
+    asked = ("records", "waits for")
+    side = [
+        n for n, entry in enumerate(log) if entry[0] == "side" and entry[1] in asked
+    ]
+    if not side:
+        return
+    _, what, event = log[side[-1]]
+    if what != "records":
+        raise NotInAGraphError(f"the side stream is not joined behind its fork {event}")
+    if ("compute", "waits for", event) not in log[side[-1] :]:
+        raise NotInAGraphError(f"the side stream is not joined behind {event}")

@@ -24,12 +24,17 @@ def small_plan(
     drafts: int = 0,
     row_bytes: int = 128,
     token_bytes: int = 132,
+    alone: int = 0,
 ) -> PoolPlan:
-    """Seven latents, two index units, pages of 16 tokens; four stacks by default."""
-    latents = [LatentLayer(f"{i}.attn", i, row_bytes) for i in range(7)]
-    indexers = [IndexerLayer(f"{i}.indexer", i, token_bytes) for i in (0, 5)]
+    """Seven latents, two index units, pages of 16 tokens; four stacks by default.
+
+    And `alone` latents behind them, with an indexer each.
+    """
+    latents = [LatentLayer(f"{i}.attn", i, row_bytes) for i in range(7 + alone)]
+    indexed = (0, 5, *range(7, 7 + alone))
+    indexers = [IndexerLayer(f"{i}.indexer", i, token_bytes) for i in indexed]
     device = plan_device(latents, indexers, block_size=16)
-    limits = Limits(max_model_len=512, max_num_seqs=4, window_tokens=64)
+    limits = Limits(max_model_len=512, max_num_seqs=4, window_tokens=64, step_tokens=64)
     sizes = HotSizes(topk=topk, hot_rows=hot_rows, drafts=drafts)
     host_bytes = 60 * device.host_page_bytes
     return plan_pools(device, sizes, limits, 700, host_bytes)
@@ -73,9 +78,8 @@ class RuntimeWorld:
                 LayerMemory(
                     place, self.tables, self.host.layers[place.name], self.slab
                 ),
-                is_leader=self.units[place.unit].unit.latents[0] == i,
             )
-            for i, place in enumerate(plan.device.latents)
+            for place in plan.device.latents
         ]
         host_table = torch.zeros_like(self.tables.residency.page_frame)
         self.batch = Batch(plan.limits.max_num_seqs, 256, host_table)

@@ -30,14 +30,15 @@ from graph_guard import GraphGuard  # noqa: E402
 STEPS = (["mixed", "cold"], ["cold", "full", "mixed"], ["mixed"])
 
 
+@pytest.mark.parametrize("alone", [0, 1], ids=["", "a unit of one layer"])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_captured_pass_has_only_launches_over_memory_that_stays(
-    decoding, drafts
+    decoding, drafts, alone
 ) -> None:
-    step = decoding(drafts)
+    step = decoding(drafts, alone=alone)
     step.dummy()
     names = [entry[1] for entry in step.kept() if entry[0] in ("launch", "torch")]
-    # Leaders of 5 and 2 layers resolve; each layer has its rows brought. With several
+    # The leader of each unit resolves; each layer has its rows brought. With several
     # query rows those that overflow are brought apart, for each follower.
     overflows = bool(step.world.plan.overflow_blocks)
     want = []
@@ -161,7 +162,7 @@ def test_flashmla_hands_over_views_and_takes_no_memory(
     decoding, monkeypatch, kind
 ) -> None:
     row_bytes = 656 if kind == "fp8_ds_mla" else 1152
-    step = decoding(0, row_bytes)
+    step = decoding(0, row_bytes=row_bytes)
     dtype = torch.uint8 if kind == "fp8_ds_mla" else torch.bfloat16
     device, size = step.world.plan.device, dtype.itemsize
     view = torch.as_strided(
@@ -174,6 +175,7 @@ def test_flashmla_hands_over_views_and_takes_no_memory(
     out = torch.empty((PADDED, 4, 512), dtype=torch.bfloat16, device="meta")
     impl = SimpleNamespace(
         kv_cache_dtype=kind,
+        num_heads=4,
         _fp8_flash_mla_kernel=lambda **_: (out.unsqueeze(0), None),
         _bf16_flash_mla_kernel=lambda *_: (out, None),
     )

@@ -98,12 +98,15 @@ class Run:
 def flashmla(monkeypatch: pytest.MonkeyPatch):
     from vllm.v1.attention.backends.mla import flashmla_sparse as module
 
-    def make(kv_cache_dtype: str, layer: int = FOLLOWER) -> Run:
+    def make(kv_cache_dtype: str, layer: int = FOLLOWER, padded: int = HEADS) -> Run:
         is_fp8 = kv_cache_dtype == "fp8_ds_mla"
         world = world_of(656 if is_fp8 else 1152)
         impl = object.__new__(module.FlashMLASparseImpl)
         impl.kv_cache_dtype = kv_cache_dtype
-        impl.prefill_padding, impl.fp8_decode_padded_heads = HEADS, HEADS
+        impl.prefill_padding, impl.fp8_decode_padded_heads = padded, padded
+        impl.q_concat_buffer = torch.zeros(
+            256, HEADS if is_fp8 else padded, 576
+        ).bfloat16()
         impl.softmax_scale, impl.need_to_return_lse_for_decode = 1.0, False
         planned = module.FlashMLASparseMetadata.FP8KernelMetadata("step", None, None)
         metadata = SimpleNamespace(
@@ -119,7 +122,7 @@ def flashmla(monkeypatch: pytest.MonkeyPatch):
     def bf16_kernel(q, kv, rows, scale, topk_length):
         assert torch.equal(topk_length, (rows >= 0).sum((1, 2)).int())
         out = summed(q, by_flat_rows(kv.squeeze(1), rows.squeeze(1)))
-        return out, None, torch.zeros(len(q), HEADS)
+        return out, None, torch.zeros(len(q), q.shape[1])
 
     plans: list = []
 
@@ -131,6 +134,10 @@ def flashmla(monkeypatch: pytest.MonkeyPatch):
         picked[rows < 0] = 0
         return summed(q[0], picked).unsqueeze(0), torch.zeros(1, HEADS, len(rows))
 
+    def concat(nope, rope, q):
+        q[:, : nope.shape[1]] = torch.cat([nope, rope], dim=-1)
+
+    monkeypatch.setattr(module.ops, "concat_mla_q", concat)
     monkeypatch.setattr(module, "flash_mla_sparse_fwd", bf16_kernel)
     monkeypatch.setattr(module, "flash_mla_with_kvcache", fp8_kernel)
     fresh = iter(range(10**6))
@@ -145,6 +152,14 @@ def test_flashmla_reads_the_selected_rows(
     flashmla, kv_cache_dtype, layer, counts
 ) -> None:
     flashmla.make(kv_cache_dtype, layer)(counts, lambda q: q)
+
+
+@pytest.mark.parametrize("counts", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_ds_mla"])
+def test_flashmla_gives_no_padded_heads(flashmla, kv_cache_dtype, counts) -> None:
+    """Its kernels take 64 heads or more; a rank has fewer, in two tensors."""
+    run = flashmla.make(kv_cache_dtype, padded=4 * HEADS)
+    run(counts, lambda q: (q[..., :512], q[..., 512:]))
 
 
 def test_flashmla_plans_anew_for_a_part_of_the_tokens(flashmla) -> None:

@@ -520,6 +520,15 @@ class TestEngine:
         config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
         glue.resolve(config)
 
+    def test_routed_experts(self, model: str) -> None:
+        """vLLM refuses them beside the connectors that it knows of by then."""
+        refuse(
+            model,
+            "--enable-return-routed-experts is on; allowed: off",
+            options={"host_pool_gib": 1},
+            enable_return_routed_experts=True,
+        )
+
     def test_sleep_mode(self, model: str) -> None:
         config = make_config(model)
         config.attention_config.hisparse_config = {"host_pool_gib": 1}

@@ -425,15 +425,15 @@ class TestStartUp:
         plan = plan_of(worker)
         line = startup_line(plan)
         for part in (
-            f"device pool 23.98 GiB ({plan.num_blocks:,} blocks of 209,920 B",
+            f"device pool 23.82 GiB ({plan.num_blocks:,} blocks of 209,920 B",
             "16 stacks of 5 layers",
             f"{plan.device_tokens:,} resident tokens of 55,760 B (ideal 54,728 B)",
             f"host pool 384.00 GiB holds {plan.host_tokens:,} tokens of 54,728 B",
             "hot lease 1,088 blocks, 217.8 MiB (4,096 hot + 4,096 overflow rows)",
             f"{plan.mixed_rows} at once",
             "bookkeeping ",
-            "steady-state concurrency at 83,000 tokens per request: 50.7x on the ",
-            "48.9x while 16,384 prompt tokens are in flight",
+            "steady-state concurrency at 83,000 tokens per request: 50.4x on the ",
+            "48.6x while 16,384 prompt tokens are in flight",
         ):
             assert part in line, (part, line)
         assert "\n" not in line

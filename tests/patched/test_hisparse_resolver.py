@@ -51,14 +51,63 @@ def test_a_prefill_behind_decodes_is_staged_as_a_whole() -> None:
     assert not world.buffers.marks.any()
 
 
+def picks(world: RuntimeWorld, *pages: range) -> torch.Tensor:
+    """A prefill of 16 tokens for each range, which select among its pages."""
+    rows = []
+    for span in pages:
+        positions = torch.arange(16 * span.start, 16 * span.stop)
+        for _ in range(16):
+            order = torch.randperm(len(positions), generator=world.random)
+            rows.append(positions[order[: world.plan.hot.topk]].int())
+    return torch.stack(rows)
+
+
 def test_pages_beyond_a_lease_split_the_prefill() -> None:
     world = world_of(topk=4, hot_rows=16)
-    assert 4 <= world.plan.lease_blocks < 11
-    counts = {"cold": 16}
+    assert world.plan.lease_blocks == 4
+    for parts, pages in ((2, [range(4), range(4, 8)]), (1, [range(4), range(4)])):
+        world.start({"cold": 32})
+        assert set(world.attend(picks(world, *pages))) == {parts}
+
+
+def test_rows_are_fetched_where_they_are_less_than_the_pages() -> None:
+    """16 tokens select 64 rows, a lease's 4 pages have as many."""
+    world = world_of(topk=4, hot_rows=16)
+    counted: list[int] = []
+    stage = world.units[0]._staging._stage
+
+    def count(batch, topk, span, stride, is_sure):
+        counted.append(span.tokens.stop - span.tokens.start)
+        return stage(batch, topk, span, stride, is_sure)
+
+    world.units[0]._staging._stage = count  # type: ignore[method-assign]
+    world.start({"cold": 64})
+    pages = [range(4), range(11), range(4), range(4)]
+    assert set(world.attend(picks(world, *pages))) == {64}
+    # Neither halved further, nor staged behind what is not.
+    assert counted == [64, 64, 32, 16, 16]
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_a_long_prefill_takes_no_memory_and_leaves_none(is_staged: bool) -> None:
+    world = world_of()
+    if not is_staged:
+        for unit in world.units:
+            unit._staging.capacity = 2
+    counts = {"mixed": 1, "cold": 60}
     world.start(counts)
-    parts = set(world.attend(world.draw(counts, 12)))
-    assert min(parts) > 1 and max(parts) <= 16
-    assert not any(hasattr(p, "plan") for unit in world.units for p in unit.parts)
+    topk = world.draw(counts, 12)
+    memory = set()
+
+    def attention(tokens, rows, valid):
+        memory.add(rows.untyped_storage().data_ptr())
+        return rows[:, 0]
+
+    for number, layer in enumerate(world.layers):
+        layer.attend(world.batch, topk, 1, attention)
+        unit = world.units[world.plan.device.latents[number].unit]
+        assert bool(unit.parts) == (number != unit.unit.latents[-1])
+    assert memory == {world.buffers._rows.untyped_storage().data_ptr()}
 
 
 def test_a_token_that_touches_more_pages_than_a_lease_has_goes_the_slow_way() -> None:

@@ -5,6 +5,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -380,6 +381,40 @@ def test_work_ahead_forks_from_the_compute_stream_and_is_joined(monkeypatch) -> 
     side.join(1)
     side.join(0)
     assert cuda.log == [("compute", "waits for", 2), ("compute", "waits for", 1)]
+
+
+def test_no_work_is_ahead_of_a_capture_that_goes_on(monkeypatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    side = ahead.SideStream(torch.cuda.Stream(), most=2, must_end=lambda: True)
+    side.start([lambda: cuda.log.append("one"), lambda: cuda.log.append("two")])
+    assert cuda.log == ["one", "two"]
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+@pytest.mark.parametrize("is_active", [False, True])
+def test_eager_work_between_segments_of_a_capture_is_known(
+    is_active: bool, is_capturing: bool, monkeypatch
+) -> None:
+    from vllm.v1.hisparse.glue import worker
+
+    capture = worker.BreakableCUDAGraphCapture
+    monkeypatch.setattr(capture, "is_active", lambda: is_active)
+    cuda = worker.torch.cuda
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: is_capturing)
+    assert worker._is_in_a_break() == (is_active and not is_capturing)
+
+
+def test_a_pool_is_released_behind_copies_and_steps(monkeypatch) -> None:
+    from vllm.v1.hisparse.glue.worker import HiSparseWorker
+
+    log: list = []
+    worker = object.__new__(HiSparseWorker)
+    worker.slab = SimpleNamespace(is_cuda=True, device="a device")
+    worker.copier = SimpleNamespace(shutdown=lambda: log.append("copies"))
+    worker.host = SimpleNamespace(close=lambda: log.append("released"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(device))
+    worker.shutdown()
+    assert log == ["copies", "a device", "released"]
 
 
 def test_followers_hot_rows_are_fetched_when_their_leader_has_its_own(

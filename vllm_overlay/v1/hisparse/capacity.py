@@ -57,12 +57,14 @@ class Limits:
         window_tokens: tokens in flight of all requests together.
         decode_tokens: tokens in flight of one decoding request, drafts and lookahead
             included.
+        step_tokens: tokens of one step, where that is more than all requests decode.
     """
 
     max_model_len: int
     max_num_seqs: int
     window_tokens: int
     decode_tokens: int = 1
+    step_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -241,20 +243,26 @@ class PoolPlan:
     def resolver_bytes(self) -> int:
         """Outputs and scratch of the resolver, which all units share.
 
-        For each request, with n query rows of top-k K and H hot rows: rows by stack,
-        codes and counts; marks of hot rows, scratch and plan of `assign`; marks and
-        numbers of staged pages; counters.
+        For each token of a step, with top-k K: rows by stack, codes and a count. For
+        each request, with n query rows and H hot rows: marks of hot rows, scratch and
+        plan of `assign`; marks and numbers of staged pages; counters.
         """
         rows, topk = 1 + self.hot.drafts, self.hot.topk
         stacks = max(len(unit.stacks) for unit in self.device.units)
         pages = self.pages(self.limits.max_model_len) + 1
-        words = rows * ((stacks + 1) * topk + 1)
-        words += 2 * self.hot.hot_rows + rows * topk
+        words = 2 * self.hot.hot_rows + rows * topk
         words += 2 * rows * topk + 2 + pages
         marks = self.hot.hot_rows + pages
         counters = len(self.device.units) * NUM_COUNTERS * INT64_BYTES
         each = words * INT32_BYTES + marks + counters
-        return self.limits.max_num_seqs * each
+        token = ((stacks + 1) * topk + 1) * INT32_BYTES
+        return self.resolved_tokens * token + self.limits.max_num_seqs * each
+
+    @property
+    def resolved_tokens(self) -> int:
+        """Most tokens of a step or of a captured graph."""
+        decodes = self.limits.max_num_seqs * (1 + self.hot.drafts)
+        return max(decodes, self.limits.step_tokens)
 
     @property
     def bookkeeping_bytes(self) -> int:

@@ -71,7 +71,7 @@ def flashmla_forward(
     Args:
         impl: The layer's implementation.
         hisparse: The layer's way to its rows.
-        q: ``[T, heads, 576]``.
+        q: ``[T, heads, 576]``; for a bf16 cache with padded heads.
         kv_cache: The layer's view of the device pool, ``[blocks, 64, row]``.
         topk: int32 ``[T, K]``, positions.
         metadata: The step's metadata.
@@ -85,7 +85,7 @@ def flashmla_forward(
             topk,
             flat_stride,
             lambda tokens, rows, valid: impl._bf16_flash_mla_kernel(
-                q[tokens], kv_rows, rows, valid, q.shape[1]
+                q[tokens], kv_rows, rows, valid, impl.num_heads
             )[0],
         )
 

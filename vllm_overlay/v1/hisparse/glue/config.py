@@ -224,6 +224,14 @@ def _check_engine(vllm_config: "VllmConfig") -> None:
             "remove it: a sleeping engine drops device memory that the host pool's "
             "bookkeeping still refers to",
         )
+    if vllm_config.model_config.enable_return_routed_experts:
+        raise refusal(
+            "--enable-return-routed-experts",
+            "on",
+            "off",
+            "remove it: the scheduler looks experts up by host pages, the workers "
+            "report them by device blocks",
+        )
     drafts = vllm_config.speculative_config
     if drafts is not None and drafts.enable_adaptive_verification:
         raise refusal(

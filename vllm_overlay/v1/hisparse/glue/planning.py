@@ -132,6 +132,7 @@ def _limits(vllm_config: "VllmConfig") -> Limits:
         window_tokens=vllm_config.max_in_flight_tokens,
         decode_tokens=vllm_config.max_concurrent_batches * decode_tokens
         + vllm_config.num_lookahead_tokens,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
 

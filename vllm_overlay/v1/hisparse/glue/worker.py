@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm import _custom_ops as ops
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator, in_the_same_node_as
 from vllm.logger import init_logger
@@ -80,13 +81,11 @@ class HiSparseWorker:
         ]
         self._counters = CounterReader(self.buffers)
         layers = self._config.compilation_config.static_forward_context
-        for index, place in enumerate(device.latents):
+        for place in device.latents:
             unit = self.units[place.unit]
             memory = LayerMemory(place, tables, self.host.layers[place.name], self.slab)
-            is_leader = unit.unit.latents[0] == index
-            resolver = LayerResolver(unit, memory, is_leader)
             layers[place.name].hisparse = HiSparseLayer(
-                resolver, block_tables, place.stack
+                LayerResolver(unit, memory), block_tables, place.stack
             )
 
     def prepare_step(
@@ -140,8 +139,10 @@ class HiSparseWorker:
         return totals
 
     def shutdown(self) -> None:
-        """Wait for copies under way, and release the host pool."""
+        """Wait for copies and steps under way, and release the host pool."""
         self.copier.shutdown()
+        if self.slab.is_cuda:
+            torch.cuda.synchronize(self.slab.device)
         self.host.close()
 
 
@@ -244,7 +245,13 @@ class _TouchProgress:
 
 
 def _ahead(stream: torch.cuda.Stream | None, most: int) -> Ahead:
-    return InOrder() if stream is None else SideStream(stream, most)
+    return InOrder() if stream is None else SideStream(stream, most, _is_in_a_break)
+
+
+def _is_in_a_break() -> bool:
+    """Whether this runs eagerly between two segments of a graph that is captured."""
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    return BreakableCUDAGraphCapture.is_active() and not is_capturing
 
 
 def _copy_queue(device: torch.device) -> CopyQueue:

@@ -44,15 +44,27 @@ class SideStream:
     Args:
         stream: Shared by the units, which run one after another.
         most: Pieces of one `start`, at most.
+        must_end: Whether a capture goes on behind this piece of eager work: it fails if
+            a stream that it does not know is still busy then.
     """
 
-    def __init__(self, stream: "torch.cuda.Stream", most: int) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        stream: "torch.cuda.Stream",
+        most: int,
+        must_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._stream, self._must_end = stream, must_end
         self._fork = torch.cuda.Event()
         self._ends = [torch.cuda.Event() for _ in range(most)]
 
     def start(self, pieces: list[Callable[[], None]]) -> None:
         """See `Ahead`."""
+        if not pieces:
+            return  # A capture fails where a stream is forked and never joined.
+        if self._must_end():
+            InOrder().start(pieces)
+            return
         self._fork.record(torch.cuda.current_stream())
         self._stream.wait_event(self._fork)
         with torch.cuda.stream(self._stream):

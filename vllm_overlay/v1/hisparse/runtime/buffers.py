@@ -35,11 +35,11 @@ class ResolverBuffers:
         self, plan: PoolPlan, num_pages: int, device: torch.device | str
     ) -> None:
         requests, top_k = plan.limits.max_num_seqs, plan.hot.topk
+        tokens = plan.resolved_tokens
         query_rows, num_units = 1 + plan.hot.drafts, len(plan.device.units)
         entries = query_rows * top_k
         int32 = {"dtype": torch.int32, "device": device}
         stacks = max(len(unit.stacks) for unit in plan.device.units)
-        tokens = requests * query_rows
         self._rows = torch.empty((stacks, tokens, top_k), **int32)
         self._code = torch.empty((tokens, top_k), **int32)
         self._valid = torch.empty(tokens, **int32)
@@ -62,19 +62,11 @@ class ResolverBuffers:
         self.faults.zero_()
 
     def outputs(
-        self, num_stacks: int, num_tokens: int
+        self, num_stacks: int, tokens: slice
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, codes and counts for so many tokens.
-
-        What a captured graph can ask for is there already; a longer prefill, which
-        runs eagerly, gets memory of its own.
-        """
-        rows, code, valid = self._rows, self._code, self._valid
-        if num_tokens > len(valid):
-            rows = rows.new_empty((num_stacks, num_tokens, rows.shape[2]))
-            code = code.new_empty((num_tokens, code.shape[1]))
-            return rows, code, valid.new_empty(num_tokens)
-        return rows[:num_stacks, :num_tokens], code[:num_tokens], valid[:num_tokens]
+        """Rows, codes and counts for some of the step's tokens."""
+        assert tokens.stop <= len(self._valid), (tokens, len(self._valid))
+        return self._rows[:num_stacks, tokens], self._code[tokens], self._valid[tokens]
 
 
 class CounterReader:

@@ -50,7 +50,7 @@ class UnitResolver:
         ahead: Fetches rows of followers ahead of them.
 
     Attributes:
-        parts: What the leader resolved last.
+        parts: What the leader resolved, until the unit's last layer has taken it.
         followers: Memory of the layers behind the leader, in their order.
     """
 
@@ -98,13 +98,13 @@ class UnitResolver:
         if self._buffers.faults.device.type == "cpu":
             check_faults(self._buffers.faults.tolist())
 
-    def bring(self, part: Part, memory: LayerMemory) -> None:
+    def bring(self, part: Part, memory: LayerMemory, is_first: bool) -> None:
         """Bring a part's rows for one layer.
 
         Only the first part is fetched ahead, that of decodes: those behind it may use
         the same slots, one after the other.
         """
-        if not isinstance(part, HotPart) or part is not self.parts[0]:
+        if not isinstance(part, HotPart) or not is_first:
             part.bring(memory)
         elif memory in self.followers:
             self._ahead.join(self.followers.index(memory))
@@ -122,7 +122,7 @@ class UnitResolver:
             return self._resident(batch, topk, stride)
         state_row = batch.state_row[:num_requests]
         owner = batch.token_request[tokens]
-        outputs = self._buffers.outputs(len(self._stacks), len(topk))
+        outputs = self._buffers.outputs(len(self._stacks), tokens)
         rows, code, valid = outputs
         self._lookup(topk, owner, state_row, outputs, stride)
         if not batch.shape.is_mixed:
@@ -157,11 +157,11 @@ class UnitResolver:
             tokens = slice(start, stop)
             positions = topk[tokens]
             owner = torch.zeros_like(batch.token_request[tokens])
-            # Memory of its own: all parts of the step are alive at once.
+            # Memory of its own: all parts of the unit are alive at once.
             plan = new_fetch_plan(1, entries, topk.device)
-            rows = topk.new_empty((len(self._stacks), *positions.shape))
-            code, valid = torch.empty_like(positions), torch.empty_like(owner)
-            self._lookup(positions, owner, state_row, (rows, code, valid), stride)
+            outputs = self._buffers.outputs(len(self._stacks), tokens)
+            rows, code, valid = outputs
+            self._lookup(positions, owner, state_row, outputs, stride)
             self._assign(
                 positions,
                 self._single[stop - start],
@@ -241,14 +241,14 @@ class LayerResolver:
     Args:
         unit: The layer's unit.
         memory: Where the layer's bytes lie.
-        is_leader: Whether the layer owns the unit's indexer.
     """
 
-    def __init__(
-        self, unit: UnitResolver, memory: LayerMemory, is_leader: bool
-    ) -> None:
-        self._unit, self._memory, self._is_leader = unit, memory, is_leader
-        if not is_leader:
+    def __init__(self, unit: UnitResolver, memory: LayerMemory) -> None:
+        self._unit, self._memory = unit, memory
+        latents = memory.tables.plan.device.latents
+        leader, last = (latents[unit.unit.latents[i]] for i in (0, -1))
+        self._is_leader, self._is_last = memory.place == leader, memory.place == last
+        if not self._is_leader:
             unit.followers.append(memory)
         self._stack_index = unit.unit.stacks.index(memory.place.stack)
 
@@ -273,8 +273,11 @@ class LayerResolver:
             self._unit.resolve(batch, topk, stride)
         parts = self._unit.parts
         out: torch.Tensor | None = None
+        if self._is_last:
+            # A long prefill's parts hold much memory, and nobody asks for them again.
+            self._unit.parts = []
         for part in parts:
-            self._unit.bring(part, self._memory)
+            self._unit.bring(part, self._memory, is_first=part is parts[0])
             piece = attention(part.tokens, part.rows[self._stack_index], part.valid)
             if len(parts) == 1 and len(piece) == len(topk):
                 return piece

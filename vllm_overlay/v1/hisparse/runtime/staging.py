@@ -28,7 +28,8 @@ class Staging:
 
     The pages of a request have room in its lease. Where its host-only pages are no
     more than that, which the host knows, nothing is waited for. Otherwise the device
-    counts what is touched, and the tokens are halved until it fits.
+    counts what is touched, and the tokens are halved until it fits, or until they
+    select no more rows than such pages have: then their rows are fewer bytes.
 
     Args:
         tables: Residency of this rank.
@@ -58,8 +59,8 @@ class Staging:
             stride: Physical rows from one block of a layer to the next.
 
         Returns:
-            The parts, and the requests that cannot be staged: a single token touches
-            more pages than the lease has blocks.
+            The parts, and the requests that are not staged: some of their tokens touch
+            more pages than the lease has blocks, and select fewer rows.
         """
         fits = all(request.host_pages <= self.capacity for request in tail)
         whole = _Span(
@@ -74,20 +75,25 @@ class Staging:
         for request in tail:
             tokens = slice(request.first, request.last)
             row = slice(request.request, request.request + 1)
-            pieces = list(self._pieces(batch, topk, _Span(row, tokens), stride))
-            if None in pieces:
-                others.append(request)
+            pieces = []
+            for piece in self._pieces(batch, topk, _Span(row, tokens), stride):
+                if piece is None:
+                    others.append(request)
+                    break
+                pieces.append(piece)
             else:
-                parts += [piece for piece in pieces if piece is not None]
+                parts += pieces
         return parts, others
 
     def _pieces(
         self, batch: Batch, topk: torch.Tensor, span: _Span, stride: int
     ) -> Iterator[StagedPart | None]:
-        """Parts of one request; None for a token that does not fit."""
+        """Parts of one request; None for tokens whose rows are fewer bytes."""
         part = self._stage(batch, topk, span, stride, is_sure=False)
         tokens = span.tokens
-        if part is not None or tokens.stop - tokens.start == 1:
+        most_rows = (tokens.stop - tokens.start) * topk.shape[1]
+        # A lease has room for what one token selects, and more.
+        if part is not None or most_rows <= self.capacity * self._tables.block_size:
             yield part
             return
         middle = (tokens.start + tokens.stop) // 2
@@ -117,8 +123,7 @@ class Staging:
         list_pages(state_row, page_count, batch.host_table, marks, index, pages, count)
         if not is_sure and int(count.max()) > self.capacity:
             return None
-        rows = index.new_empty((len(self._stacks), *positions.shape))
-        valid = index.new_empty(len(positions))
+        rows, _, valid = buffers.outputs(len(self._stacks), span.tokens)
         staged_rows(
             positions,
             owner,
