@@ -79,7 +79,8 @@ class Launch:
             is_special = not parameter.do_not_specialize
             if isinstance(value, torch.Tensor):
                 signature[name] = TYPES[value.dtype]
-                attributes[(index,)] = [["tt.divisibility", 16]]
+                if not parameter.do_not_specialize_on_alignment:
+                    attributes[(index,)] = [["tt.divisibility", 16]]
             elif parameter.is_constexpr or value is None or (value == 1 and is_special):
                 signature[name] = "constexpr"
                 constants[name] = value

@@ -25,6 +25,7 @@ from vllm.v1.hisparse.messages import (  # noqa: E402
 
 from decoding import PADDED  # noqa: E402
 from graph_guard import GraphGuard  # noqa: E402
+from launch_recorder import LaunchRecorder  # noqa: E402
 
 # Requests of a step, all with the same number of tokens.
 STEPS = (["mixed", "cold"], ["cold", "full", "mixed"], ["mixed"])
@@ -96,6 +97,25 @@ def test_the_captured_passes_of_a_drafter_are_as_safe(decoding) -> None:
         step.decode(names)
         step.slots(len(names), PADDED)
         assert step.kept(step.draft) == captured, names
+
+
+def test_a_rank_compiles_what_no_warm_up_of_vllm_reaches(decoding) -> None:
+    """Before anything is captured, and before a request waits for it."""
+    step = decoding()
+    world, worker = step.world, step.worker
+    places = world.plan.device.latents
+    layers = {place.name: SimpleNamespace() for place in places}
+    worker._config = SimpleNamespace(
+        speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+    worker.plan, worker.slab, worker.host = world.plan, world.slab, world.host
+    with LaunchRecorder(run=False) as recorder:
+        worker.bind(step.block_tables)
+    names = [launch.name for launch in recorder.launches]
+    assert names.count("_staged_rows_kernel") == 2 * len(world.units)
+    assert names.count("_reset_kernel") == 1
+    assert all(hasattr(layer, "hisparse") for layer in layers.values())
 
 
 def everything_at_once(step) -> StepUpdate:

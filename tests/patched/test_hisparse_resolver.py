@@ -9,6 +9,7 @@ pytest.importorskip("vllm", reason="needs the patched vLLM")
 
 from vllm.v1.hisparse.runtime.batch import StepShape  # noqa: E402
 
+from launch_recorder import LaunchRecorder, RecordedLaunch  # noqa: E402
 from runtime_world import RuntimeWorld  # noqa: E402
 
 HALF = [page % 2 == 0 for page in range(12)]
@@ -169,6 +170,41 @@ def test_tokens_behind_the_batch_are_zero_and_touch_nothing() -> None:
     assert (out[1:] == -1).all()
     added = (world.buffers.counters.sum(1) - before)[0]
     assert added[1] <= 32
+
+
+def compiled_for(launch: RecordedLaunch) -> tuple[str, int | None]:
+    """Kernel, and the number of the unit's stacks: the rest is the same for all."""
+    return launch.name, launch.sizes.get("NS")
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_warm_up_launches_what_mixed_prefills_do_and_leaves_no_trace(drafts) -> None:
+    world = RuntimeWorld(drafts=drafts)
+    world.add("first", [False] * 12, leased=True)
+    tables, buffers = world.tables, world.buffers
+    kept = [world.slab, buffers.used, buffers.counters, buffers.faults, buffers.marks]
+    kept += list(tables._hot_state)
+    before = [tensor.clone() for tensor in kept]
+    with LaunchRecorder(run=True) as recorder:
+        for unit in world.units:
+            leader = world.layers[unit.unit.latents[0]]
+            unit.warm_up(world.batch, leader._memory)
+        tables.warm_up()
+    assert all(map(torch.equal, kept, before))
+    assert not any(unit.parts for unit in world.units)
+    warmed = set(map(compiled_for, recorder.launches))
+    add = {"cold": ([False] * 11 + [True], True), "slow": ([False] * 12, True)}
+    for name, (resident, leased) in add.items():
+        world.add(name, resident, leased)
+    with LaunchRecorder(run=True) as recorder:
+        for capacity in (world.plan.lease_blocks, 2):
+            for unit in world.units:
+                unit._staging.capacity = capacity
+            counts = {"cold": 5, "slow": 6}
+            world.start(counts)
+            world.attend(world.draw(counts, 12))
+    launched = set(map(compiled_for, recorder.launches)) - {("_slots_kernel", None)}
+    assert launched == warmed and len(launched) == 8 + 3  # two units, of 3 and 2 stacks
 
 
 def test_a_dummy_batch_resolves_to_padding() -> None:

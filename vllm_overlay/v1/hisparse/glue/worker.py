@@ -84,9 +84,14 @@ class HiSparseWorker:
         for place in device.latents:
             unit = self.units[place.unit]
             memory = LayerMemory(place, tables, self.host.layers[place.name], self.slab)
+            resolver = LayerResolver(unit, memory)
             layers[place.name].hisparse = HiSparseLayer(
-                LayerResolver(unit, memory), block_tables, place.stack
+                resolver, block_tables, place.stack
             )
+            if stream is not None and resolver.is_leader:
+                unit.warm_up(block_tables.batch, memory)
+        if stream is not None:
+            tables.warm_up()
 
     def prepare_step(
         self, update: StepUpdate, state_rows: dict[str, int], counts: dict[int, int]

@@ -280,7 +280,10 @@ def _copy_shared(
             tl.store(rows + token * rows_stride + k, physical, mask=is_shared)
 
 
-@triton.jit
+@triton.jit(
+    # These may begin anywhere in a longer tensor.
+    do_not_specialize_on_alignment=["state_row_ptr", "query_start_ptr"]
+)
 def assign_kernel(
     positions_ptr,
     query_start_ptr,

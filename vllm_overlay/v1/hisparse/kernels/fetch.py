@@ -30,7 +30,11 @@ class FetchPart(enum.Enum):
     OVERFLOW = 2
 
 
-@triton.jit(do_not_specialize=["num_requests", "stack", "layer_chunk"])
+@triton.jit(
+    do_not_specialize=["num_requests", "stack", "layer_chunk"],
+    # It may begin anywhere in a longer tensor.
+    do_not_specialize_on_alignment=["state_row_ptr"],
+)
 def _fetch_kernel(
     plan_src_ptr,
     plan_slot_ptr,

@@ -26,7 +26,11 @@ from .tensors import (
 from .translate import translate_reference
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests"],
+    # These may begin anywhere in a longer tensor.
+    do_not_specialize_on_alignment=["state_row_ptr", "valid_ptr"],
+)
 def _lookup_kernel(
     positions_ptr,
     token_request_ptr,

@@ -29,7 +29,11 @@ def _lease_block(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests"],
+    # These may begin anywhere in a longer tensor.
+    do_not_specialize_on_alignment=["state_row_ptr", "valid_ptr"],
+)
 def _staged_rows_kernel(
     positions_ptr,
     token_request_ptr,
@@ -240,7 +244,10 @@ def _lease(hot: HotBlocks, mixed: torch.Tensor) -> torch.Tensor:
     return torch.cat([hot.hot_blocks[mixed].flatten(), hot.overflow_blocks[mixed]])
 
 
-@triton.jit(do_not_specialize=["capacity", "layer_chunk"])
+@triton.jit(
+    do_not_specialize=["capacity", "layer_chunk"],
+    do_not_specialize_on_alignment=["state_row_ptr"],
+)
 def _copy_pages_kernel(
     staged_pages_ptr,
     staged_count_ptr,

@@ -20,7 +20,11 @@ from .shapes import token_tile
 from .tensors import Residency
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_requests"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests"],
+    # It may begin anywhere in a longer tensor.
+    do_not_specialize_on_alignment=["state_row_ptr"],
+)
 def _mark_kernel(
     positions_ptr,
     token_request_ptr,
@@ -138,7 +142,9 @@ def mark_pages_reference(
             marks[request, page[residency.page_frame[state, page] < 0]] = 1
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(
+    do_not_specialize=["capacity"], do_not_specialize_on_alignment=["state_row_ptr"]
+)
 def _list_kernel(
     state_row_ptr,
     page_count_ptr,

@@ -98,6 +98,28 @@ class UnitResolver:
         if self._buffers.faults.device.type == "cpu":
             check_faults(self._buffers.faults.tolist())
 
+    def warm_up(self, batch: Batch, leader: LayerMemory) -> None:
+        """Compile what a prefill of a mixed request launches, before there is one.
+
+        vLLM's own warm-up runs requests without leases. This one runs a padded request,
+        of which nothing is left.
+
+        Args:
+            batch: Taken for a dummy.
+            leader: The unit's first layer.
+        """
+        batch.set_dummy(1)
+        tokens = self._max_query_rows + 1
+        topk = torch.zeros_like(self._buffers.outputs(1, slice(0, tokens))[1])
+        device = self._tables.plan.device
+        request = TailRequest(request=0, first=0, last=tokens, host_pages=0)
+        for stride in (device.rows_per_block, device.block_size):
+            parts, _ = self._staging.resolve(batch, topk, [request], stride)
+            self._resolve_slowly(batch, topk, request, stride)
+            for part in (*parts, *self.parts):
+                part.bring(leader)
+            self.parts = []
+
     def bring(self, part: Part, memory: LayerMemory, is_first: bool) -> None:
         """Bring a part's rows for one layer.
 
@@ -241,14 +263,17 @@ class LayerResolver:
     Args:
         unit: The layer's unit.
         memory: Where the layer's bytes lie.
+
+    Attributes:
+        is_leader: Whether the layer owns the unit's indexer.
     """
 
     def __init__(self, unit: UnitResolver, memory: LayerMemory) -> None:
         self._unit, self._memory = unit, memory
         latents = memory.tables.plan.device.latents
         leader, last = (latents[unit.unit.latents[i]] for i in (0, -1))
-        self._is_leader, self._is_last = memory.place == leader, memory.place == last
-        if not self._is_leader:
+        self.is_leader, self._is_last = memory.place == leader, memory.place == last
+        if not self.is_leader:
             unit.followers.append(memory)
         self._stack_index = unit.unit.stacks.index(memory.place.stack)
 
@@ -269,7 +294,7 @@ class LayerResolver:
         Returns:
             ``[T, ...]``, as `attention` gives it; zero for tokens of no request.
         """
-        if self._is_leader:
+        if self.is_leader:
             self._unit.resolve(batch, topk, stride)
         parts = self._unit.parts
         out: torch.Tensor | None = None

@@ -99,6 +99,10 @@ class ResidencyTables:
         self._words.flush()
         self._reset(granted)
 
+    def warm_up(self) -> None:
+        """Compile what only steps with leases launch, before there is one."""
+        self._reset([NO_ROW])
+
     def begin_step(self, counts: dict[int, int]) -> StepShape:
         """Look at the batch that comes, and make its leases ready for it.
 
