@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Single behaviours of the residency core; traffic is in `test_residency_model`."""
 
+import time
 from random import Random
 
 import pytest
@@ -188,6 +189,16 @@ def test_shared_page_stays_while_one_owner_has_no_lease() -> None:
     assert core._requests["b"].lease is None and core._requests["a"].lease
     assert not any(p.page_id in core._evictable_latents for p in held)
     check_integrity(core)
+
+
+def test_a_long_queue_of_write_backs_is_cancelled_fast() -> None:
+    """As when copies stall: a million tokens once took two seconds of a step."""
+    core = make(num_blocks=60_000, write_back_budget=0)
+    run_pages(core, "a", range(1, 16_385), 16_384)
+    assert core.num_pending == 16_384
+    start = time.thread_time()
+    core.release("a", lambda page: False)
+    assert time.thread_time() - start < 0.5 and not core.num_pending
 
 
 def test_published_page_can_be_hit_before_it_is_clean() -> None:

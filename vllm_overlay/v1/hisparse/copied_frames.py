@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """Frames whose pages are written back to the host and restored from it (D11, R5)."""
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from .frames import Frames, ResidencyConfig
@@ -44,7 +44,7 @@ class CopiedFrames(Frames):
         self._hold, self._unhold, self._unpublish = hold, unhold, unpublish
         self.num_failed = self.num_lost = 0
         self._failed_restores = 0  # since the last one that was completed
-        self._to_write: deque[Page] = deque()
+        self._to_write: OrderedDict[int, Page] = OrderedDict()
         self.transfers = Transfers(config.num_ranks)
 
     @property
@@ -66,7 +66,7 @@ class CopiedFrames(Frames):
         is_dirty = page.state is PageState.DIRTY
         if is_dirty and not page.is_queued and not self._has_failed(page):
             page.is_queued = True
-            self._to_write.append(page)
+            self._to_write[page.page_id] = page
             self._hold(page.page_id)
 
     def _issue(self, page: Page) -> None:
@@ -80,7 +80,7 @@ class CopiedFrames(Frames):
     def _cancel(self, page: Page) -> None:
         if page.is_queued:
             page.is_queued = False
-            self._to_write.remove(page)
+            del self._to_write[page.page_id]
             self._unhold(page.page_id)
 
     def _restore(self, page_id: int, start: Start) -> None:

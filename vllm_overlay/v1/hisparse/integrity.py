@@ -127,7 +127,7 @@ def _check_transfers(residency: Residency) -> None:
     assert all(page.transfer is not None for page in states), "pending without a copy"
     for way, count in pending.items():
         assert count == residency.transfers.num_pending(way), way
-    queued = [page.page_id for page in residency._to_write]
+    queued = list(residency._to_write)
     flags = [p.page_id for p in pages.values() if p.is_queued]
     assert sorted(queued) == sorted(flags), "write-back queue"
     for request_id, claim in residency._claims.items():

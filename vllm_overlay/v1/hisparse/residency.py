@@ -483,7 +483,8 @@ class Residency(CopiedFrames):
         self._turn += 1
         if Direction.TO_HOST not in self.transfers.stalled:
             for _ in range(min(self.config.write_back_budget, len(self._to_write))):
-                self._issue(self._to_write.popleft())
+                _, page = self._to_write.popitem(last=False)
+                self._issue(page)
         update, self._update = self._update, StepUpdate()
         for request_id, change in update.requests.items():
             request = self._requests[request_id]
