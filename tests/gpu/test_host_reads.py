@@ -3,6 +3,7 @@
 """Kernels read the host pool in place, however it was pinned (D24)."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,16 @@ from under_test import needs_gpu
 SIZE, ROW_BYTES, BLOCKS = 16, 128, 9
 
 
-@pytest.fixture(params=["registered", "pinned"])
+class FirstOfTwo:
+    """A rank that shares its host pool; the other one does nothing."""
+
+    index, count = 0, 2
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+@pytest.fixture(params=["registered", "shared", "pinned"])
 def host(device, request) -> Iterator[torch.Tensor]:
     """Rows of a layer in host memory: uint8 ``[rows, ROW_BYTES]``."""
     if request.param == "pinned":
@@ -25,7 +35,12 @@ def host(device, request) -> Iterator[torch.Tensor]:
         yield (host.pin_memory() if device.type == "cuda" else host).random_(0, 256)
         return
     plan = small_plan(row_bytes=ROW_BYTES).device
-    pool = HostPool(plan, 40, CudaRegistrar() if device.type == "cuda" else None)
+    pool = HostPool(
+        plan,
+        40,
+        CudaRegistrar() if device.type == "cuda" else None,
+        sharers=FirstOfTwo() if request.param == "shared" else None,
+    )
     # Not the first layer of the pool, so that the address has an offset.
     layer = pool.layers[plan.latents[3].name].view(-1, ROW_BYTES)
     yield layer.random_(0, 256)
