@@ -177,7 +177,7 @@ def test_prefixes_come_back_from_what_both_ranks_wrote(
 ) -> None:
     on.generate(LONG_PROMPTS, NEW_TOKENS)
     before = on.residency.num_host_hits
-    again = on.generate(LONG_PROMPTS, NEW_TOKENS)
+    again = on.generate(LONG_PROMPTS, NEW_TOKENS, forget=False)
     assert on.residency.num_host_hits > before
     for got, want in zip(again, expected, strict=True):
         assert got.tokens == want.tokens

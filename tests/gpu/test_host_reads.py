@@ -11,6 +11,7 @@ from vllm.v1.hisparse.kernels.fetch import fetch_rows
 from vllm.v1.hisparse.kernels.staged_rows import copy_pages
 from vllm.v1.hisparse.kernels.tensors import FetchPlan, HotBlocks, Residency
 from vllm.v1.hisparse.runtime.host_pool import CudaRegistrar, HostPool
+from vllm.v1.hisparse.runtime.shared_memory import ONE_RANK
 
 from runtime_world import small_plan
 from under_test import needs_gpu
@@ -21,7 +22,7 @@ SIZE, ROW_BYTES, BLOCKS = 16, 128, 9
 class FirstOfTwo:
     """A rank that shares its host pool; the other one does nothing."""
 
-    index, count = 0, 2
+    rank, node = 0, (0, 1)
 
     def exchange(self, value: Any) -> list[Any]:
         return [value, value]
@@ -39,7 +40,7 @@ def host(device, request) -> Iterator[torch.Tensor]:
         plan,
         40,
         CudaRegistrar() if device.type == "cuda" else None,
-        sharers=FirstOfTwo() if request.param == "shared" else None,
+        sharers=FirstOfTwo() if request.param == "shared" else ONE_RANK,
     )
     # Not the first layer of the pool, so that the address has an offset.
     layer = pool.layers[plan.latents[3].name].view(-1, ROW_BYTES)

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs the patched vLLM")
 
-from vllm.config import VllmConfig, replace  # noqa: E402
+from vllm.config import ParallelConfig, VllmConfig, replace  # noqa: E402
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
 from vllm.v1.hisparse.glue import config as glue  # noqa: E402
 from vllm.v1.hisparse.settings import HiSparseSettings  # noqa: E402
@@ -287,7 +287,7 @@ class TestHostPool:
     def test_ranks_share_memory_that_is_large_enough(
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        usage = SimpleNamespace(total=9 * GIB, free=3 * GIB)
+        usage = SimpleNamespace(total=9 * GIB, free=4 * GIB)
         monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
         ranks: dict[str, Any] = {
             "tensor_parallel_size": 2,
@@ -296,13 +296,15 @@ class TestHostPool:
         refuse(
             model,
             "host_pool_gib of HiSparseConnector is 4.00 GiB in all",
-            "free there, 3.00 GiB",
+            "allowed: 3.00 GiB, which are free there, but for 1.00 GiB",
             kv=transfer(2),
             data_parallel_size=2,
             **ranks,
         )
         assert settings(make_config(model, kv=transfer(3), **ranks))
-        assert settings(make_config(model, kv=transfer(4)))
+        assert settings(make_config(model, kv=transfer(5)))
+        monkeypatch.setattr(ParallelConfig, "nnodes_within_dp", 2)
+        assert settings(make_config(model, kv=transfer(5), **ranks))
 
     def test_unknown_memory_refuses_nothing(
         self, model: str, monkeypatch: pytest.MonkeyPatch
@@ -519,6 +521,17 @@ class TestEngine:
             glue.resolve(config)
         config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
         glue.resolve(config)
+
+    def test_ranks_with_a_scheduler_each(self, model: str) -> None:
+        launcher: Any = {"distributed_executor_backend": "external_launcher"}
+        refuse(
+            model,
+            "--distributed-executor-backend is external_launcher; allowed: mp, ray",
+            kv=transfer(),
+            tensor_parallel_size=2,
+            **launcher,
+        )
+        assert settings(make_config(model, kv=transfer(), **launcher))
 
     def test_routed_experts(self, model: str) -> None:
         """vLLM refuses them beside the connectors that it knows of by then."""

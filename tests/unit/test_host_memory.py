@@ -84,6 +84,9 @@ def test_shared_memory_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> Non
         check_shared_memory("host_pool_gib", 2 << 30)
     for part in ("host_pool_gib is 2.00 GiB", "/dev/shm", "1.50 GiB", "--shm-size"):
         assert part in str(error.value), (part, str(error.value))
+    with pytest.raises(ValueError, match="allowed: 0.50 GiB.*but for 1.00 GiB"):
+        check_shared_memory("host_pool_gib", 3 << 29, reserve=1 << 30)
+    check_shared_memory("host_pool_gib", 1 << 29, reserve=1 << 30)
 
 
 def test_shared_memory_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

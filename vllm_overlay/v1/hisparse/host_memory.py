@@ -33,7 +33,7 @@ def available_ram_bytes(
     return min(known) if known else None
 
 
-def check_shared_memory(setting: str, num_bytes: int) -> None:
+def check_shared_memory(setting: str, num_bytes: int, reserve: int = 0) -> None:
     """Refuse a host pool of several ranks that does not fit where memory is shared.
 
     A file that outgrows the file system would end the process that touches it.
@@ -41,17 +41,20 @@ def check_shared_memory(setting: str, num_bytes: int) -> None:
     Args:
         setting: What gives the size, with its value.
         num_bytes: Bytes of all pools of this node.
+        reserve: Bytes beside them, for what others will keep there.
     """
     try:
         usage = shutil.disk_usage(SHARED)
     except OSError:
         return  # Whoever makes the file says why it cannot.
     # A file system without a limit says 0.
-    if usage.total and num_bytes > usage.free:
+    room = usage.free - reserve
+    if usage.total and num_bytes > room:
         raise refusal(
             setting,
             f"{num_bytes / GIB:.2f} GiB in all, which ranks share in {SHARED}",
-            f"what is free there, {usage.free / GIB:.2f} GiB",
+            f"{max(0, room) / GIB:.2f} GiB, which are free there, but for "
+            f"{reserve / GIB:.2f} GiB that others need",
             "make it larger (mount -o remount,size=...; in a container --ipc=host or "
             "--shm-size), or make the pool smaller",
         )

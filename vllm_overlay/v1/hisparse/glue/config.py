@@ -205,6 +205,15 @@ def _check_parallelism(vllm_config: "VllmConfig") -> None:
     ):
         if size > 1:
             raise refusal(flag, size, "1", "use tensor or data parallelism instead")
+    backend = parallel.distributed_executor_backend
+    if backend == "external_launcher" and parallel.tensor_parallel_size > 1:
+        raise refusal(
+            "--distributed-executor-backend",
+            backend,
+            "mp, ray, with several tensor-parallel ranks",
+            "choose one of these: every rank would have a scheduler of its own, which "
+            "hears of no other rank's copies",
+        )
 
 
 def _check_engine(vllm_config: "VllmConfig") -> None:
@@ -337,5 +346,6 @@ def _check_memory(
             f"up to the available main memory, {available / GIB:.2f} GiB",
             "make the pool smaller, or free main memory",
         )
-    if parallel.tensor_parallel_size > 1:
-        check_shared_memory(setting, wanted)
+    if parallel.tensor_parallel_size > parallel.nnodes_within_dp:
+        # vLLM's message queues and NCCL lie there as well.
+        check_shared_memory(setting, wanted, reserve=min(GIB, wanted))

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the Hybrid HiSparse project
 """One rank's side: host pool, copies, and the resolvers of its layers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class HiSparseWorker:
         self.slab = _slab(plan, kv_caches)
         layers = vllm_config.compilation_config.static_forward_context
         check_backends(layers[place.name] for place in plan.device.latents)
-        self.host = _host_pool(plan, self.slab.device, RanksOfNode(group))
+        self.host = _host_pool(plan, self.slab.device, Ranks(group))
         to_host, to_device = (_copy_queue(self.slab.device) for _ in range(2))
         self.copier = PageCopier(plan.device, self.slab, self.host, to_host, to_device)
         self.units: list[UnitResolver] = []
@@ -189,27 +190,27 @@ def _slab(plan: PoolPlan, kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
     return storage[:size].view(plan.num_blocks, device.block_bytes)
 
 
-class RanksOfNode:
-    """The ranks of a group that run on this node, see `Sharers`."""
+class Ranks:
+    """The ranks of a group, see `Sharers`."""
 
     def __init__(self, group: GroupCoordinator) -> None:
-        self._group = group.cpu_group
-        self._ranks = list(range(group.world_size))
-        left = self._ranks if group.world_size > 1 else []
-        while left:
+        self._group, self.rank = group.cpu_group, group.rank_in_group
+        self._size = group.world_size
+        left = list(range(self._size))
+        self.node: Sequence[int] = left
+        while self._size > 1 and left:
             is_there = in_the_same_node_as(self._group, left[0])
             together = [rank for rank in left if is_there[rank]]
-            if group.rank_in_group in together:
-                self._ranks = together
+            if self.rank in together:
+                self.node = together
             left = [rank for rank in left if not is_there[rank]]
-        self.index = self._ranks.index(group.rank_in_group)
-        self.count = len(self._ranks)
 
     def exchange(self, value: Any) -> list[Any]:
-        """See `Sharers`; the ranks of other nodes exchange theirs meanwhile."""
-        values = [None] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(values, value, group=self._group)
-        return [values[rank] for rank in self._ranks]
+        """See `Sharers`."""
+        values = [value] * self._size
+        if self._size > 1:
+            torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
 
 
 def _host_pool(plan: PoolPlan, device: torch.device, sharers: Sharers) -> HostPool:

@@ -14,7 +14,7 @@ import torch
 
 from ..layout import DevicePlan
 from ..settings import GIB
-from .shared_memory import OneRank, Sharers, zeroed_memory
+from .shared_memory import ONE_RANK, Sharers, raise_together, zeroed_memory
 
 TOUCH_CHUNK_BYTES = 1 << 30
 
@@ -51,7 +51,7 @@ class HostPool:
         cpus: Processors near the device. Memory lies near the one that touches it
             first, so they touch it all, in parallel.
         progress: Called with the bytes touched so far and those that this rank touches.
-        sharers: Ranks of this node, which have the pool together.
+        sharers: Ranks that make their pools together; those of a node have one.
 
     Attributes:
         buffer: uint8, the whole pool.
@@ -69,9 +69,8 @@ class HostPool:
         registrar: Registrar | None = None,
         cpus: Iterable[int] = (),
         progress: Callable[[int, int], None] = lambda done, total: None,
-        sharers: Sharers | None = None,
+        sharers: Sharers = ONE_RANK,
     ) -> None:
-        sharers = sharers or OneRank()
         self._num_bytes = num_pages * plan.host_page_bytes
         memory = zeroed_memory(self._num_bytes, sharers)
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
@@ -81,9 +80,13 @@ class HostPool:
         self.own_layers = frozenset(plan.host_layers[i].name for i in own)
         if registrar is not None:
             own_bytes = self.buffer[offsets[own.start] : offsets[own.stop]]
-            touch(own_bytes, set(cpus), progress)
-            # Pinning touches all of it.
-            sharers.exchange(None)
+            error = ""
+            try:
+                touch(own_bytes, set(cpus), progress)
+            except (OSError, RuntimeError) as failure:
+                error = f"HiSparse: the host pool cannot be touched: {failure}"
+            # All before one pins, which would touch everything.
+            raise_together(sharers, error)
             self._pin(registrar)
         self.layers: dict[str, torch.Tensor] = {}
         for layer, start, end in zip(plan.host_layers, offsets, offsets[1:]):
@@ -113,13 +116,13 @@ def share(sizes: Sequence[int], sharers: Sharers) -> range:
 
     Args:
         sizes: Bytes of each layer; it belongs to the rank in whose part its middle is.
-        sharers: The ranks.
+        sharers: The ranks; those of this node share.
     """
+    count, index = len(sharers.node), sharers.node.index(sharers.rank)
     ends = list(accumulate(sizes))
     middles = (end - size / 2 for end, size in zip(ends, sizes))
-    owners = [int(middle * sharers.count / ends[-1]) for middle in middles]
-    start = bisect_left(owners, sharers.index)
-    return range(start, bisect_right(owners, sharers.index))
+    owners = [int(middle * count / ends[-1]) for middle in middles]
+    return range(bisect_left(owners, index), bisect_right(owners, index))
 
 
 def touch(

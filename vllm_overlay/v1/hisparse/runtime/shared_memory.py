@@ -3,6 +3,7 @@
 """Memory that the ranks of one node share (D19)."""
 
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
@@ -11,54 +12,71 @@ from ..host_memory import SHARED, check_shared_memory
 
 
 class Sharers(Protocol):
-    """Ranks of one node that have a host pool together.
+    """Ranks that make their host pools together; those of one node have one.
 
     Attributes:
-        index: Place of this rank among them.
-        count: How many they are.
+        rank: This rank among all of them.
+        node: Ranks of this rank's node, in order.
     """
 
-    index: int
-    count: int
+    rank: int
+    node: Sequence[int]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's value, by index. All of them call it, and wait for each other."""
+        """Everybody's value, by rank. All of them call it, and wait for each other."""
 
 
 class OneRank:
-    """A rank that shares with nobody."""
+    """A rank without others."""
 
-    index, count = 0, 1
+    rank: int = 0
+    node: Sequence[int] = (0,)
 
     def exchange(self, value: Any) -> list[Any]:
         """See `Sharers`."""
         return [value]
 
 
-def zeroed_memory(num_bytes: int, sharers: Sharers) -> mmap.mmap:
-    """Memory of these ranks; zero, and it takes no room until it is touched.
+ONE_RANK = OneRank()
 
-    One rank gets memory of its own. Of several the first makes a file in memory, and
-    all map it. It has no name any more when this returns: the memory goes with the last
-    process that maps it, however that one ends.
+
+def raise_together(sharers: Sharers, error: str) -> None:
+    """Raise the same error on every rank if one of them has one, and else go on.
+
+    Raises:
+        RuntimeError: the first rank's that has one.
+    """
+    for text in sharers.exchange(error):
+        if text:
+            raise RuntimeError(text)
+
+
+def zeroed_memory(num_bytes: int, sharers: Sharers) -> mmap.mmap:
+    """Memory of a node's ranks; zero, and it takes no room until it is touched.
+
+    A rank that is alone on its node gets memory of its own. Of several the first makes
+    a file in memory, and all map it. It has no name any more when this returns: the
+    memory goes with the last process that maps it, however that one ends.
 
     Raises:
         RuntimeError: some rank cannot map it; then it is raised on every rank.
     """
-    if sharers.count == 1:
-        return mmap.mmap(-1, num_bytes)
     path = error = ""
-    if sharers.index == 0:
+    first, is_alone = sharers.node[0], len(sharers.node) == 1
+    if sharers.rank == first and not is_alone:
         path, error = _create(num_bytes)
-    path, error = sharers.exchange((path, error))[0]
     memory = None
-    if not error:
-        memory, error = _map(path, num_bytes)
-    errors = list(filter(None, sharers.exchange(error)))
-    if sharers.index == 0 and path:
-        Path(path).unlink(missing_ok=True)
-    if memory is None or errors:
-        raise RuntimeError(errors[0])
+    try:
+        name, error = sharers.exchange((path, error))[first]
+        if is_alone:
+            memory = mmap.mmap(-1, num_bytes)
+        elif not error:
+            memory, error = _map(name, num_bytes)
+        raise_together(sharers, error)
+    finally:
+        if path:
+            Path(path).unlink(missing_ok=True)
+    assert memory is not None
     return memory
 
 
@@ -70,7 +88,9 @@ def _create(num_bytes: int) -> tuple[str, str]:
         with NamedTemporaryFile(dir=SHARED, prefix="hisparse-", delete=False) as file:
             path = file.name
             file.truncate(num_bytes)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return path, f"HiSparse: the host pool cannot be made in {SHARED}: {error}"
+    except ValueError as error:
         return path, str(error)
     return path, ""
 
