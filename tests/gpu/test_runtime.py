@@ -39,7 +39,7 @@ def world_of(device) -> Iterator[Callable[..., RuntimeWorld]]:
         ({"mixed": 4, "full": 4, "cold": 1}, {"drafts": 3}, True),
         # Decodes in one part, and staged pages in another.
         ({"mixed": 1, "cold": 9, "full": 7}, {}, False),
-        # Pages beyond a lease: counted on the device, and split.
+        # Pages beyond a lease: counted on the device, and rows fetched in their place.
         ({"cold": 16}, {"topk": 4, "hot_rows": 16}, False),
     ],
 )
